@@ -4,9 +4,10 @@
     python bench/foreign_engines.py --prefix [--conversations 6] [--turns 20] [--length 20000]
     python bench/foreign_engines.py --kills 20 [--clients 6] [--limit-s 600]
     python bench/foreign_engines.py --first
+    python bench/foreign_engines.py --throttle [--clients 6]
 
 Nodes and engines are processes of this machine. The door has no model; each other node shares one engine.
-`--paced` and `--prefix` use `paced_engine.py`, which writes a token every 20 ms, the others llama-server with the bundled model.
+`--paced`, `--prefix` and `--throttle` use `paced_engine.py`, which writes a token every 20 ms, the others llama-server with the bundled model.
 Prints a row for RESULTS.md. With --json also the figures of all answers.
 """
 
@@ -454,6 +455,48 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
     return {"listed_s": listed_s, "first_s": first_s, "error": answer.error}
 
 
+# ------------------------------------------------------------------------------------------------------------------ throttle
+
+
+def throttle(options: argparse.Namespace) -> dict[str, Any]:
+    before_n, after_n = 40, 20
+    engine = paced_engine(bundled(), "--slots", "3", "--read-per-s", "2000", "--throttle-after", str(before_n + 1))
+    with engine as url, sharing([url]) as (door, others):
+        name = models(door)[0]
+
+        def told(first: int, count: int) -> dict[str, Any]:
+            """Ask for answers, with a number of clients that rises and falls. Returns the figures of the engine's node."""
+
+            def one(number: int) -> None:
+                answer = ask(door, name, [{"role": "user", "content": f"{number}: " + 30 * QUESTION}], max_tokens=24)
+                if answer.error or answer.end is None:
+                    raise RuntimeError(f"an answer failed: {answer.error}")
+
+            place = first
+            while place < first + count:
+                abreast = min(1 + (place * 5) % options.clients, first + count - place)
+                with ThreadPoolExecutor(abreast) as pool:
+                    list(pool.map(one, range(place, place + abreast)))
+                place += abreast
+            offer = json.loads(others[0].run("ps", "--json"))[0]["engines"][0]["models"][0]["offer"]
+            return {
+                "tokens_per_s": offer["tokens_per_second"],
+                "prompt_per_s": offer["prefill_tokens_per_second"],
+                "at_once": offer["engine"]["capacity"],
+            }
+
+        before = told(0, before_n)
+        after = told(before_n, after_n)
+    tokens, prompt = (after[key] / before[key] for key in ("tokens_per_s", "prompt_per_s"))
+    row(
+        f"an engine with 3 slots at half its speed in mid-run, under 1 to {options.clients} clients: its figures after {after_n} requests, of those before",
+        f"tokens/s {tokens:.2f}x, prompt tokens/s {prompt:.2f}x; requests at once {before['at_once']}, then {after['at_once']}",
+        "0.5x within 20 requests",
+        "0.5x",
+    )
+    return {"before": before, "after": after}
+
+
 def row(asked: str, measured: str, at_least: str, reach: str) -> None:
     """Print a row for RESULTS.md."""
     print(f"| {asked}; {processor_name()}, {load()} | {measured} | {at_least} | {reach} |", flush=True)
@@ -465,6 +508,7 @@ def main() -> int:
     parser.add_argument("--prefix", action="store_true", help="whether turns of a conversation find their engine")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="kill an engine N times")
     parser.add_argument("--first", action="store_true", help=f"time to the first answer of an engine on port {USUAL_PORT}")
+    parser.add_argument("--throttle", action="store_true", help="whether figures follow an engine at half its speed")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=150, help="of each stream")
     parser.add_argument("--rounds", type=int, default=3)
@@ -483,7 +527,7 @@ def main() -> int:
 
 
 def _reports(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    for measure in (paced, prefix, kills, first):
+    for measure in (paced, prefix, kills, first, throttle):
         if getattr(options, measure.__name__):
             yield measure.__name__, measure(options)
 

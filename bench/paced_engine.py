@@ -1,6 +1,6 @@
 """A server that speaks llama-server's protocol and writes a token of each answer at a fixed pace, so that a bench can tell a node's time from its engine's.
 
-    python bench/paced_engine.py --model FILE --port PORT [--slots 32] [--context 4096] [--pace-ms 20] [--read-per-s 0]
+    python bench/paced_engine.py --model FILE --port PORT [--slots 32] [--context 4096] [--pace-ms 20] [--read-per-s 0] [--throttle-after 0]
 
 Each answer repeats the same words. A slot keeps the tokens of its last request, and reports as cached those that a request repeats from the beginning, as
 llama-server does. Requests that find no free slot wait for one. The process ends with its input.
@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace) -> None:
         tokenizer = open_model(str(options.model)).tokenizer
         self.words = [(token, tokenizer.text_of([token])) for token in tokenizer.encode(WORDS)]
-        self.pace_s, self.read_per_s = options.pace_ms / 1000, options.read_per_s
+        self.pace_s, self.read_per_s, self._throttle_after = options.pace_ms / 1000, options.read_per_s, options.throttle_after
         self.slots = [Slot(index) for index in range(options.slots)]
         self.waiting: deque[Answer] = deque()
         self.requests = 0
@@ -84,6 +84,8 @@ class Engine:
             return
         slot = max(free, key=lambda one: (one.cached(answer.prompt), -one.used))
         self.requests += 1
+        if self.requests == self._throttle_after:
+            self.pace_s, self.read_per_s = 2 * self.pace_s, self.read_per_s / 2
         slot.at_work, slot.used = True, self.requests
         answer.start(slot, slot.cached(answer.prompt))
 
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of one slot")
     parser.add_argument("--pace-ms", type=float, default=20.0, help="from one token of an answer to the next")
     parser.add_argument("--read-per-s", type=float, default=0.0, help="tokens of a prompt that are read in a second; 0: any number")
+    parser.add_argument("--throttle-after", type=int, default=0, help="half the speed from this request on; 0: never")
     options = parser.parse_args()
     try:
         import uvloop

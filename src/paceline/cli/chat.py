@@ -26,7 +26,7 @@ from paceline.cli.endpoint import EndpointClient
 from paceline.cli.running import RunningEndpoint, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, print_lines, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
-from paceline.core.generation import PromptReading
+from paceline.core.generation import AnswerProgress, ModelLoading
 from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
@@ -52,7 +52,7 @@ Message = dict[str, str]
 class Say(Protocol):
     """Streams an answer's text; returns whether the context cut it."""
 
-    def __call__(self, messages: list[Message], *, on_reading: Callable[[PromptReading], object]) -> Generator[str, None, bool]: ...
+    def __call__(self, messages: list[Message], *, on_reading: Callable[[AnswerProgress], object]) -> Generator[str, None, bool]: ...
 
 
 def run_chat(
@@ -227,15 +227,18 @@ class _Conversation:
 
 
 class ReadingLine:
-    """A line on the terminal that says how far the prompt is read. The answer's first text takes its place."""
+    """A line on the terminal that says how far the model is loaded or the prompt is read. The answer's first text takes its place."""
 
     def __init__(self) -> None:
         self._is_over, self._is_shown = not sys.stderr.isatty(), False
 
-    def show(self, reading: PromptReading) -> None:
+    def show(self, reading: AnswerProgress) -> None:
         """Write the line, in place of the one before. Does nothing after `close`, or if standard error is not a terminal."""
         if not self._is_over:
             self._is_shown = True
+            if isinstance(reading, ModelLoading):
+                self._write(f"(loading the model: {reading.seconds} of about {reading.expected_s} s)")
+                return
             share = reading.tokens_read / max(1, reading.tokens)
             self._write(f"(reading the prompt: {reading.tokens_read} of {reading.tokens} tokens, {share:.0%})")
 

@@ -67,7 +67,7 @@ class Children:
         """
         from paceline.engines.table import open_engine
         from paceline.machine.engine_start import start_child
-        from paceline.machine.foreign.engines import Offering
+        from paceline.machine.foreign.watched import Offering
 
         engine, say = decision.choice.engine, partial(print_lines, self._console)
         assert engine is not None

@@ -16,7 +16,7 @@ from uuid import uuid4
 import httpx
 
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, PromptReading
+from paceline.core.generation import AnswerProgress, FinishReason, GenerationChunk, GenerationRequest, progress_of, progress_of_comment
 from paceline.core.ids import RequestId
 from paceline.core.text import NOTHING_GIVEN, printable
 
@@ -97,12 +97,12 @@ class EndpointClient:
         temperature: float | None,
         seed: int | None,
         max_tokens: int | None = None,
-        on_reading: Callable[[PromptReading], object] = lambda _: None,
+        on_reading: Callable[[AnswerProgress], object] = lambda _: None,
     ) -> Generator[str, None, bool]:
         """Stream the answer's text; returns whether it was cut for want of room. Closing the generator hangs up, which ends the generation.
 
         Args:
-            on_reading: called now and then while a long prompt is read.
+            on_reading: called now and then while a model is loaded or a long prompt is read.
 
         Raises:
             EndpointError: it can't be reached, refused, or the answer broke off.
@@ -121,10 +121,10 @@ class EndpointClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
 
-    def _texts(self, response: httpx.Response, on_reading: Callable[[PromptReading], object]) -> Generator[str, None, bool]:
+    def _texts(self, response: httpx.Response, on_reading: Callable[[AnswerProgress], object]) -> Generator[str, None, bool]:
         cut = False
         for line in response.iter_lines():
-            if (reading := PromptReading.of_comment(line)) is not None:
+            if (reading := progress_of_comment(line)) is not None:
                 on_reading(reading)
             if not line.startswith("data: "):
                 continue
@@ -198,12 +198,12 @@ class LocalChat:
         *,
         temperature: float | None,
         seed: int | None,
-        on_reading: Callable[[PromptReading], object] = lambda _: None,
+        on_reading: Callable[[AnswerProgress], object] = lambda _: None,
     ) -> Generator[str, None, bool]:
         """Stream the answer's text; returns whether it was cut for want of room. Closing the generator ends the generation.
 
         Args:
-            on_reading: called now and then while a long prompt is read.
+            on_reading: called now and then while a model is loaded or a long prompt is read.
 
         Raises:
             ContextOverflow: the conversation has outgrown the context.
@@ -229,7 +229,7 @@ class LocalChat:
         try:
             while (chunks := self._runner.run(_next(stream))) is not None:
                 for chunk in chunks:
-                    for reading in filter(None, map(PromptReading.of_notice, chunk.notices)):
+                    for reading in filter(None, map(progress_of, chunk.notices)):
                         on_reading(reading)
                     if chunk.finish_reason is FinishReason.ERROR:
                         raise PacelineError(chunk.error or "The generation failed")

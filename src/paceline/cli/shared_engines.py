@@ -10,7 +10,9 @@ from paceline.core.encoding import Task
 from paceline.core.errors import PacelineError
 from paceline.core.text import printable
 from paceline.fleet.card import ModelOffer
-from paceline.fleet.engines import marks
+from paceline.fleet.choices import seconds
+from paceline.fleet.engines import loading, marks, price
+from paceline.fleet.plan import PlanRequest
 from paceline.machine.foreign.state import EngineState
 
 if TYPE_CHECKING:
@@ -47,14 +49,17 @@ def offer_words(offer: ModelOffer) -> str:
     """Describe a model that an engine of another maker runs."""
     engine = offer.engine
     assert engine is not None
-    speed = f"{offer.tokens_per_second:.3g} tokens/s" if offer.tokens_per_second else "not measured yet"
+    load, expected = loading(offer), price(offer, PlanRequest(offer.model_id))
+    first_s = 0.0 if expected is None else expected.ttft_s - load.seconds
     parts = [
         printable(engine.engine),
         printable(engine.quantisation),
-        counted(engine.slots, "slot") if engine.slots else "",
+        f"{engine.capacity} at once" if engine.capacity else counted(engine.slots, "slot") if engine.slots else "",
         f"{offer.under_way} busy" if offer.under_way else "",
         *(sorted(TASKS.intersection(engine.capabilities))),
-        speed if offer.runs_whole else "",
+        ("" if not offer.runs_whole else f"{offer.tokens_per_second:.3g} tokens/s" if offer.tokens_per_second else "not measured yet"),
+        f"first token after {seconds(first_s)}" if first_s else "",
+        str(load) if load.seconds else "",
         *marks(leaves_network=engine.leaves_network, plain_http=engine.plain_http),
     ]
     return f"{printable(offer.model_id)} in an engine of another maker ({', '.join(filter(None, parts))})"

@@ -174,6 +174,8 @@ NUMERICS_CHANGED = "numerics_changed"
 """Kind of notice: an answer continues with other numerics, so its words may differ from here on."""
 PROMPT_PROGRESS = "prompt_progress"
 """Kind of notice: how far a prompt is read, as `tokens_read` of `tokens`."""
+MODEL_LOADING = "model_loading"
+"""Kind of notice: an engine loads the model, for `seconds` so far and `expected_seconds` in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,8 @@ class Notice:
     """An event that concerns an answer without being part of it, for clients that ask. Example: a machine was lost, and another took over."""
 
     kind: str
-    """One of `shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `numerics_changed`, `prompt_progress`."""
+    """One of `shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `numerics_changed`, `prompt_progress`,
+    `model_loading`."""
     detail: Mapping[str, str | int | float]
 
 
@@ -214,6 +217,53 @@ class PromptReading:
                 return cls(tokens_read, tokens)
             case _:
                 return None
+
+
+_LOADING_COMMENT = re.compile(r": loading the model: (\d+) of about (\d+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoading:
+    """Progress of a load by an engine that says nothing of it: only time passes."""
+
+    seconds: int
+    expected_s: int
+
+    def comment(self) -> bytes:
+        """Return the progress as a comment line of a server-sent event stream."""
+        return b": loading the model: %d of about %d s\n\n" % (self.seconds, self.expected_s)
+
+    def notice(self) -> Notice:
+        return Notice(MODEL_LOADING, {"seconds": self.seconds, "expected_seconds": self.expected_s})
+
+    @classmethod
+    def of_comment(cls, line: str) -> ModelLoading | None:
+        """Parse a line of a stream. Return None if it is not such a comment."""
+        found = _LOADING_COMMENT.fullmatch(line)
+        return None if found is None else cls(int(found[1]), int(found[2]))
+
+    @classmethod
+    def of_notice(cls, notice: Notice) -> ModelLoading | None:
+        """Parse a notice, which another node may have written. Return None if it is of another kind or malformed."""
+        match notice.detail.get("seconds"), notice.detail.get("expected_seconds"):
+            case (int(seconds), int(expected_s)) if notice.kind == MODEL_LOADING and min(seconds, expected_s) >= 0:
+                return cls(seconds, expected_s)
+            case _:
+                return None
+
+
+AnswerProgress = PromptReading | ModelLoading
+"""Progress that a stream reports before its first text."""
+
+
+def progress_of(notice: Notice) -> AnswerProgress | None:
+    """Return the progress that a notice tells; None if it tells none."""
+    return PromptReading.of_notice(notice) or ModelLoading.of_notice(notice)
+
+
+def progress_of_comment(line: str) -> AnswerProgress | None:
+    """Return the progress that a line of a stream tells; None if it tells none."""
+    return PromptReading.of_comment(line) or ModelLoading.of_comment(line)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class ModelFacts:
     """Prompts for it leave the home network, so only requests that name it reach it."""
     via: tuple[str, ...] = ()
     """Marks of the nodes that requests go through after this one, as far as they are known; see `core.via`."""
+    on_disk: bool = False
+    """An engine of another maker has it on its disk and loads it for a request, so only requests that name it reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,10 @@ class ServedModel:
 
 
 def default_model(models: Sequence[ServedModel]) -> ServedModel | None:
-    """Return the model of requests that name none, and of aliases: the first to which prompts go without leaving the home network."""
-    return next((model for model in models if not model.facts.leaves_network), None)
+    """Return the model of requests that name none, and of aliases: the first to which prompts go without leaving the home network, and which no engine of
+    another maker has to load.
+    """
+    return next((model for model in models if not (model.facts.leaves_network or model.facts.on_disk)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,19 @@ class EngineOffer:
     """Prompts cross the network unencrypted."""
     via: tuple[str, ...] = ()
     """Marks of the nodes that a request goes through there, if the engine is an endpoint of Paceline; see `core.via`."""
+    context: int = 0
+    """Maximum tokens of prompt and answer together, of one request; 0: not known."""
+    load_s: float | None = None
+    """Measured seconds of a load, which the next request causes; 0: not measured yet. None: the model is loaded."""
+    capacity: int = 0
+    """Measured number of requests at which first tokens are not later yet; 0: not known."""
+    first_token_s: float = 0.0
+    """Measured seconds to the first token, if the rate of prompts is not known; 0: not measured."""
+
+    @property
+    def at_once(self) -> int:
+        """Number of requests that it takes before others wait; 0: not known."""
+        return self.capacity or self.slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,14 @@ Laws:
 - An engine takes no memory of Paceline's, and its memory is never counted as free. It runs a model whole, never as a stage, a rank or a drafter.
 - There is one price, and it comes from answers that passed. An engine that has answered nothing yet has none.
 - An engine that leaves the home network comes after all others.
+- A model that its engine has not loaded competes with loaded ones: its load counts with its time.
+
+    p, f       prompt rate (tok/s) and time to the first token on a card        L    measured seconds of a load
+    d          decode rate (tok/s)                                              w    bytes of the weights
+
+    load       0 if the model is loaded; else L; if none was measured, w / LOAD_BYTES_PER_S, or UNKNOWN_LOAD_S if w is not known
+    ttft       load + P / p; if no prompt was long enough to measure p, load + f
+    total      ttft + (A - 1) / d
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from math import inf
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef
 from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard
-from paceline.fleet.choices import Seconds, estimate, seconds
+from paceline.fleet.choices import LOAD_BYTES_PER_S, Seconds, estimate, seconds
 from paceline.fleet.machines import is_named, live_cards
 from paceline.fleet.plan import ALONE, Estimate, PlanRequest
 
@@ -24,6 +32,21 @@ PROMISE = "none"
 NO_PROMISE = "it promises no bytes: the same request may get other words, and an answer that moves to it or from it may change"
 LEAVES = "leaves your network"
 PLAIN = "unencrypted"
+UNKNOWN_LOAD_S = 30.0
+"""Seconds that a load counts of which nothing is known. Raising it: models that are not loaded are left for slower ones that are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The load that a request waits for."""
+
+    seconds: float = 0.0
+    """0: it is loaded."""
+    measured: bool = True
+    """False: estimated from the size of its weights."""
+
+    def __str__(self) -> str:
+        return f"loads first: {'' if self.measured else 'about '}{seconds(self.seconds)}{'' if self.measured else ', estimated'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +61,7 @@ class PricedEngine:
     estimate: Estimate | None
     """None: no answer has been measured yet."""
     under_way: int
+    loading: Loading = Loading()
 
     @property
     def model(self) -> ModelRef:
@@ -48,6 +72,7 @@ class PricedEngine:
         """Describe in one line which engine answers."""
         engine = self.engine
         words = marks(leaves_network=engine.leaves_network, plain_http=engine.plain_http)
+        words += [str(self.loading)] if self.loading.seconds else []
         return ", ".join([f"{self.node_id}, in {engine.engine}", *filter(None, (engine.quantisation, *words))])
 
     @property
@@ -56,7 +81,8 @@ class PricedEngine:
         expected = self.estimate
         if expected is None:
             return "not measured yet"
-        return f"{expected.tokens_per_s:.3g} tokens/s, first token after {seconds(expected.ttft_s)}, all after {seconds(expected.total_s)}, measured"
+        how = "measured" if expected.measured else "the load estimated"
+        return f"{expected.tokens_per_s:.3g} tokens/s, first token after {seconds(expected.ttft_s)}, all after {seconds(expected.total_s)}, {how}"
 
 
 def marks(*, leaves_network: bool, plain_http: bool) -> list[str]:
@@ -69,12 +95,27 @@ def prompt_token_s(offer: ModelOffer) -> float:
     return _token_s(offer.prefill_tokens_per_second)
 
 
+def loading(offer: ModelOffer) -> Loading:
+    """Return the load that the next request to a model causes."""
+    if offer.engine is None or offer.engine.load_s is None:
+        return Loading()
+    if offer.engine.load_s > 0:
+        return Loading(offer.engine.load_s)
+    return Loading(offer.size_bytes / LOAD_BYTES_PER_S if offer.size_bytes > 0 else UNKNOWN_LOAD_S, measured=False)
+
+
 def price(offer: ModelOffer, request: PlanRequest) -> Estimate | None:
     """Return what a request takes at a model's engine, by answers that passed. None: none has been measured, or no engine runs the model."""
-    read_s, token_s = prompt_token_s(offer), _token_s(offer.tokens_per_second)
-    if offer.engine is None or not read_s or not token_s:
+    if offer.engine is None:
         return None
-    return estimate(Seconds(read_s * request.prompt_tokens), Seconds(token_s), request, measured=True)
+    first_s, token_s = (
+        prompt_token_s(offer) * request.prompt_tokens or max(0.0, offer.engine.first_token_s),
+        _token_s(offer.tokens_per_second),
+    )
+    if not first_s or not token_s:
+        return None
+    load = loading(offer)
+    return estimate(Seconds(load.seconds + first_s), Seconds(token_s), request, measured=load.measured)
 
 
 def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[PricedEngine, ...]:
@@ -85,7 +126,10 @@ def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[PricedEngin
     if len(pinned) > 1:
         return ()
     found = [
-        PricedEngine(card.node_id, offer.model_id, offer.digest, offer.weights, offer.engine, price(offer, request), offer.under_way)
+        PricedEngine(
+            *(card.node_id, offer.model_id, offer.digest, offer.weights, offer.engine),
+            *(price(offer, request), offer.under_way, loading(offer)),
+        )
         for card in live_cards(view).values()
         if card.node_id not in request.exclude and (not pinned or card.node_id in pinned)
         for offer in card.models
@@ -101,8 +145,9 @@ def explain(found: Iterable[PricedEngine]) -> Iterator[str]:
         yield f"{each.headline}: {each.figures}"
 
 
-def _rank(choice: PricedEngine) -> tuple[bool, float, NodeId, str]:
-    return (choice.engine.leaves_network, inf if choice.estimate is None else choice.estimate.total_s, choice.node_id, choice.model_id)
+def _rank(choice: PricedEngine) -> tuple[bool, float, float, NodeId, str]:
+    total_s = inf if choice.estimate is None else choice.estimate.total_s
+    return (choice.engine.leaves_network, total_s, choice.loading.seconds, choice.node_id, choice.model_id)
 
 
 def _token_s(rate: float) -> float:

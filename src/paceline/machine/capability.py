@@ -25,6 +25,7 @@ from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import (
     Device,
+    EngineOffer,
     Link,
     MeasuredDraft,
     ModelOffer,
@@ -374,7 +375,7 @@ def _steady(offers: Sequence[ModelOffer], before: Sequence[ModelOffer]) -> tuple
     for offer in offers:
         last = shown.get(_subject(offer), offer)
         same = last.numerics_id == offer.numerics_id and last is not offer
-        stays = kept if offer.steps else settled
+        stays = kept if offer.steps or offer.engine is not None else settled
         steady.append(
             replace(
                 offer,
@@ -383,6 +384,7 @@ def _steady(offers: Sequence[ModelOffer], before: Sequence[ModelOffer]) -> tuple
                 steps=_steady_steps(offer.steps, last.steps),
                 drafts=_steady_drafts(offer.drafts, last.drafts),
                 shard=_steady_shard(offer.shard, last.shard if last is not offer else None),
+                engine=_steady_engine(offer.engine, last.engine if last is not offer else None),
             )
         )
     return tuple(steady)
@@ -397,6 +399,17 @@ def _steady_drafts(drafts: Sequence[MeasuredDraft], before: Sequence[MeasuredDra
     shown = {(draft.node_id, draft.model_id): draft.acceptance for draft in before}
     return tuple(
         replace(draft, acceptance=kept(max(draft.acceptance, 0.01), shown.get((draft.node_id, draft.model_id), 0.0))) for draft in drafts
+    )
+
+
+def _steady_engine(engine: EngineOffer | None, last: EngineOffer | None) -> EngineOffer | None:
+    if engine is None:
+        return None
+    load_s, shown_s = engine.load_s, 0.0 if last is None else last.load_s or 0.0
+    return replace(
+        engine,
+        load_s=None if load_s is None else kept(load_s, shown_s),
+        first_token_s=kept(engine.first_token_s, 0.0 if last is None else last.first_token_s),
     )
 
 

@@ -19,8 +19,9 @@ from paceline.core.via import outside, through
 from paceline.fleet.card import ModelOffer
 from paceline.machine.embedder import Embedder, TextEncoder
 from paceline.machine.foreign.encoding import encode_texts
-from paceline.machine.foreign.engines import ForeignEngines, Offered, WatchedEngine
+from paceline.machine.foreign.engines import ForeignEngines
 from paceline.machine.foreign.model import facts_of
+from paceline.machine.foreign.watched import Offered, WatchedEngine
 
 ENGINE_TEXTS: Final = 32
 """Texts that an engine gets at a time. Raising it: engines that batch are faster, and a large answer holds the event loop longer, about 10 ms for 32

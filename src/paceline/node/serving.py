@@ -136,6 +136,11 @@ def shown_load(sequences: int) -> int:
     return 4 ** ((sequences.bit_length() - 1) // 2) if sequences >= 4 else 0
 
 
+def shown_at_engine(sequences: int) -> int:
+    """Return how many sequences a card says are at an engine: a power of two, never more than there are."""
+    return 1 << (sequences.bit_length() - 1) if sequences > 0 else 0
+
+
 class FleetServing:
     """A node of a fleet and its API's `Inference`."""
 
@@ -326,7 +331,10 @@ class FleetServing:
 
     def _engine_offers(self) -> tuple[ModelOffer, ...]:
         own = {node.model.name for node in self.models.nodes}
-        return tuple(offer for offer in self.engines.offers() if offer.model_id not in own)
+        # An engine may run only a few requests at once, so its card says more exactly how many there are.
+        return tuple(
+            replace(offer, under_way=shown_at_engine(offer.under_way)) for offer in self.engines.offers() if offer.model_id not in own
+        )
 
     def _models_changed(self) -> None:
         self._show_models()

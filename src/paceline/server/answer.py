@@ -21,7 +21,16 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FORM_NOT_FOLLOWED, PacelineError
-from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, Notice, PromptReading, TokenLogprob
+from paceline.core.generation import (
+    AnswerProgress,
+    FinishReason,
+    GenerationChunk,
+    ModelLoading,
+    Notice,
+    PromptReading,
+    TokenLogprob,
+    progress_of,
+)
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call
@@ -45,14 +54,15 @@ class Events:
         self._call = call
         self._sent: Counter[bytes] = Counter()
         self._heard: Counter[tuple[RequestId, bytes]] = Counter()
-        self._reading: dict[RequestId, PromptReading] = {}
-        """Progress of the call's prompts that take long to read."""
+        self._reading: dict[RequestId, AnswerProgress] = {}
+        """Progress of the call's prompts that take long to read, or wait until an engine has loaded the model."""
 
     @property
-    def reading(self) -> PromptReading | None:
-        """Sum of the progress of all prompts that take long to read; None if there are none."""
-        each = self._reading.values()
-        return PromptReading(sum(one.tokens_read for one in each), sum(one.tokens for one in each)) if each else None
+    def reading(self) -> AnswerProgress | None:
+        """The load that a prompt waits for, else the sum of the progress of all prompts that take long to read; None if there are none."""
+        each = [one for one in self._reading.values() if isinstance(one, PromptReading)]
+        loading = next((one for one in self._reading.values() if isinstance(one, ModelLoading)), None)
+        return loading or (PromptReading(sum(one.tokens_read for one in each), sum(one.tokens for one in each)) if each else None)
 
     def take(self, chunks: Sequence[GenerationChunk]) -> tuple[bytes, Sequence[GenerationChunk]]:
         """Take the notices out of an item. Returns them as events, and the item without them."""
@@ -65,7 +75,7 @@ class Events:
         told = b""
         for chunk in chunks:
             for notice in chunk.notices:
-                if notice.kind == PROMPT_PROGRESS and (reading := PromptReading.of_notice(notice)) is not None:
+                if (reading := progress_of(notice)) is not None:
                     self._reading[chunk.request_id] = reading
         if self._call.include_events:
             told = b"".join([self._once(chunk.request_id, notice) for chunk in chunks for notice in chunk.notices])

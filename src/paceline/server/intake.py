@@ -255,7 +255,9 @@ class Intake:
             if models:
                 names = ", ".join(model.name for model in models)
                 raise UnknownModel(
-                    "Prompts leave the home network for all models that are served, and the request names none", f"Name one: {names}."
+                    "The request names no model, and all that are served take one that does: prompts leave the home network for them, or an engine has "
+                    "to load them first",
+                    f"Name one: {names}.",
                 )
             hint = "Load one: paceline load NAME." if self._open_model is None else "Name one: /v1/models lists those that would be loaded."
             raise UnknownModel("No model is served here now, and the request names none", hint)
@@ -374,7 +376,7 @@ def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:
 
 def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
     """Return the models that clients see: this machine's own first, its aliases last, each name once."""
-    models = sorted(inference.models(), key=lambda model: model.facts.leaves_network)  # many clients take the first
+    models = sorted(inference.models(), key=lambda model: (model.facts.leaves_network, model.facts.on_disk))  # many clients take the first
     default = default_model(models)
     named = [model for model in models if model.name not in aliases]
     return named if default is None else [*named, *(replace(default, name=name) for name in aliases)]

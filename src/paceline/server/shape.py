@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 import orjson
 
-from paceline.core.generation import FinishReason, GenerationChunk, PromptReading, TokenLogprob
+from paceline.core.generation import AnswerProgress, FinishReason, GenerationChunk, TokenLogprob
 from paceline.server.faults import Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 
@@ -134,11 +134,11 @@ class Shape(ABC):
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
 
-    def silence(self, reading: PromptReading | None) -> bytes:
+    def silence(self, reading: AnswerProgress | None) -> bytes:
         """Return what a stream carries where it is silent for long.
 
         Args:
-            reading: how far the call's prompts are read; None: not known, or they are read.
+            reading: how far the model is loaded, or the call's prompts are read; None: not known, or they are read.
         """
         return COMMENT if reading is None else reading.comment()
 

@@ -55,6 +55,24 @@ def test_an_offer_is_described_with_what_a_person_should_know() -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "parts"),
+    [
+        ({}, ("4 slots", "20 tokens/s", "first token after 2.56 s")),
+        ({"capacity": 6}, ("6 at once", "20 tokens/s")),
+        ({"load_s": 12.0}, ("loads first: 12 s", "first token after 2.56 s")),
+        ({"load_s": 0.0}, ("loads first: about 10.7 s, estimated",)),
+    ],
+    ids=["told", "measured", "a load", "no load measured"],
+)
+def test_an_offer_says_what_was_measured(engine: dict[str, object], parts: tuple[str, ...]) -> None:
+    words = offer_words(engine_offer(**engine))
+    assert all(part in words for part in parts)
+    assert ("slots" in words) == ("capacity" not in engine)
+    shown, _ = planned(engine_offer(**engine))
+    assert ("loads first" in shown) == ("load_s" in engine)
+
+
+@pytest.mark.parametrize(
     ("state", "part"),
     [
         (STATE, "memory not counted"),

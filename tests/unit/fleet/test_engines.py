@@ -10,8 +10,9 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import digest_of_name
 from paceline.fleet.card import EngineOffer, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.choices import LOAD_BYTES_PER_S
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.fleet.engines import holders, price
+from paceline.fleet.engines import UNKNOWN_LOAD_S, Loading, holders, loading, price
 from paceline.fleet.placement import different_models, plan, weights_sources
 from paceline.fleet.plan import ALONE, Pin, PlanRequest, Way
 from paceline.fleet.ways import Alone
@@ -35,6 +36,43 @@ def test_a_price_comes_from_measured_rates_alone() -> None:
     for rate in (0.0, -1.0, float("nan"), float("inf")):
         assert price(engine_offer(rate), PlanRequest("m")) is None
     assert price(replace(engine_offer(), engine=None), PlanRequest("m")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "ttft_s", "measured"),
+    [
+        ({}, 2.0, True),
+        ({"load_s": 30.0}, 32.0, True),
+        ({"load_s": 0.0}, 2.0 + (5 << 30) / LOAD_BYTES_PER_S, False),
+        ({"first_token_s": 0.5}, 2.0, True),
+    ],
+    ids=["loaded", "measured", "estimated", "the prompt's rate says more"],
+)
+def test_a_load_is_part_of_the_price(changes: dict[str, object], ttft_s: float, measured: bool) -> None:
+    expected = price(engine_offer(**changes), PlanRequest("m", prompt_tokens=400))
+    assert expected is not None
+    assert (expected.ttft_s, expected.measured) == (pytest.approx(ttft_s), measured)
+
+
+def test_what_little_is_known_is_used() -> None:
+    short = replace(engine_offer(first_token_s=0.5), prefill_tokens_per_second=0.0)
+    expected = price(short, PlanRequest("m", prompt_tokens=400))
+    assert expected is not None
+    assert expected.ttft_s == pytest.approx(0.5)
+    assert loading(replace(engine_offer(load_s=0.0), size_bytes=0)) == Loading(UNKNOWN_LOAD_S, measured=False)
+
+
+def test_a_model_on_disk_competes_with_loaded_ones() -> None:
+    fleet = (
+        card("far", engine_offer(50.0, load_s=60.0)),
+        card("near", engine_offer(50.0, load_s=1.0)),
+        card("slow", engine_offer(5.0)),
+        card("new", engine_offer(0.0, load_s=5.0)),
+        card("newer", engine_offer(0.0)),
+    )
+    found = holders(fleet, PlanRequest("m"))
+    assert [each.node_id for each in found] == ["near", "slow", "far", "newer", "new"]
+    assert "loads first: 1 s" in found[0].headline
 
 
 def test_the_fastest_comes_first_the_unmeasured_later_and_what_leaves_the_network_last() -> None:

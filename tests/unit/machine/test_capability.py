@@ -20,7 +20,7 @@ from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.sampling import PlainSampler
-from paceline.fleet.card import ModelOffer, Role, ShardState, two_digits
+from paceline.fleet.card import EngineOffer, ModelOffer, Role, ShardState, two_digits
 from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import CapabilityReport, LocalOffers, learn_digests
@@ -301,6 +301,26 @@ def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pyte
     portrait = CapabilityReport(NodeId("me"), home)
     assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
     assert portrait.card().memory_free_bytes == 11_000_000_000
+
+
+def test_figures_of_engines_change_a_card_only_once_they_clearly_differ(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.machine.devices.available_bytes", lambda: 10_000_000_000)
+    report = CapabilityReport(NodeId("a"), home)
+
+    def changes(factor: float, *, loaded: bool = False) -> bool:
+        engine = EngineOffer(
+            "ollama", ("text",), context=4096, load_s=None if loaded else 12.0 * factor, capacity=3, first_token_s=0.4 * factor
+        )
+        return report.look((), (ModelOffer("m", Role.VERIFIER, "Q4_1", 20.0 * factor, 300.0 * factor, "1" * 64, warm=True, engine=engine),))
+
+    assert changes(1.0)
+    assert not any(changes(factor) for factor in (0.93, 1.07, 1.0, 0.96))
+    assert changes(1.5)
+    assert not changes(1.45)
+    assert changes(1.5, loaded=True)
+    (offer,) = [offer for offer in report.card().models if offer.engine is not None]
+    assert offer.engine is not None
+    assert (offer.tokens_per_second, offer.engine.first_token_s, offer.engine.load_s) == (30.0, 0.6, None)
 
 
 def test_shards_come_and_go_without_a_look(home: Home) -> None:

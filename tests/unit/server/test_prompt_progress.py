@@ -10,7 +10,19 @@ import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.scripted_inference import ScriptedInference
 
-from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.generation import (
+    MODEL_LOADING,
+    PROMPT_PROGRESS,
+    AnswerProgress,
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    ModelLoading,
+    Notice,
+    PromptReading,
+    progress_of,
+    progress_of_comment,
+)
 from paceline.core.ids import RequestId
 from paceline.server.answer import Answer
 from paceline.server.anthropic.shape import PING, MessageShape
@@ -25,9 +37,9 @@ COMMENT_S = 10.0
 
 
 class Reading(ScriptedInference):
-    """Says how far each prompt is read, waits for silences, then answers."""
+    """Says how far each prompt is read, or how long its model has been loaded, waits for silences, then answers."""
 
-    def __init__(self, read: Sequence[tuple[str, int]], until_sent: Callable[[int], Any]) -> None:
+    def __init__(self, read: Sequence[tuple[str, int | ModelLoading]], until_sent: Callable[[int], Any]) -> None:
         super().__init__()
         self._read, self._until_sent = read, until_sent
 
@@ -35,14 +47,19 @@ class Reading(ScriptedInference):
         own = [tokens for name, tokens in self._read if name == request.request_id]
         for number, tokens in enumerate(own or [0]):
             if tokens:
-                notice = Notice(PROMPT_PROGRESS, {"tokens_read": tokens, "tokens": 100})
+                is_load = isinstance(tokens, ModelLoading)
+                notice = tokens.notice() if is_load else Notice(PROMPT_PROGRESS, {"tokens_read": tokens, "tokens": 100})
                 yield [GenerationChunk(request.request_id, 0, (), "", notices=(notice,))]
             await self._until_sent(number + 1)
         yield [GenerationChunk(request.request_id, 0, (104,), "h", finish_reason=FinishReason.LENGTH)]
 
 
 async def sent_by(
-    shape: Callable[[Call], Shape], read: Sequence[tuple[str, int]], names: Sequence[str] = ("r",), *, include_events: bool = False
+    shape: Callable[[Call], Shape],
+    read: Sequence[tuple[str, int | ModelLoading]],
+    names: Sequence[str] = ("r",),
+    *,
+    include_events: bool = False,
 ) -> tuple[list[bytes], list[float]]:
     """The bodies of a stream, and when each was sent."""
     clock, bodies, times = FakeClock(), list[bytes](), list[float]()
@@ -105,6 +122,40 @@ def test_a_silence_says_how_far_the_prompt_is_read(shape: Callable[[Call], Shape
     assert untold in bodies[0]
     assert b": prompt" not in b"".join(bodies)
     assert times[0] == COMMENT_S
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [(ChatShape, b"\n\n"), (MessageShape, b"\n\n" + PING), (OllamaChatShape, b'"done":false')],
+    ids=["chat", "messages", "ollama"],
+)
+def test_a_silence_says_how_long_a_model_has_been_loaded_and_then_how_far_the_prompt_is_read(
+    shape: Callable[[Call], Shape], told: bytes
+) -> None:
+    bodies, _ = asyncio.run(sent_by(shape, [("r", ModelLoading(2, 40)), ("r", ModelLoading(12, 40)), ("r", 80)]))
+    has_comments = shape is not OllamaChatShape
+    assert told in bodies[0]
+    for body, words in zip(
+        bodies, (b": loading the model: 2 of about 40 s", b": loading the model: 12 of", b": prompt: 80 of 100"), strict=False
+    ):
+        assert (words in body) == has_comments
+
+
+def test_a_load_comes_before_the_prompts_that_wait_with_it() -> None:
+    bodies, _ = asyncio.run(sent_by(CompletionShape, [("a", 40), ("b", ModelLoading(3, 9))], "ab"))
+    assert b": loading the model: 3 of about 9 s" in bodies[0]
+
+
+@pytest.mark.parametrize("detail", [{}, {"seconds": 1}, {"seconds": -1, "expected_seconds": 2}, {"seconds": "1", "expected_seconds": 2}])
+def test_a_notice_of_another_node_that_is_malformed_tells_nothing(detail: dict[str, int | str]) -> None:
+    assert progress_of(Notice(MODEL_LOADING, detail)) is None
+    assert progress_of(Notice("other", {"seconds": 1, "expected_seconds": 2})) is None
+
+
+@pytest.mark.parametrize("progress", [ModelLoading(3, 40), PromptReading(10, 20)])
+def test_a_comment_is_read_as_it_was_written(progress: AnswerProgress) -> None:
+    assert progress_of_comment(progress.comment().decode().strip()) == progress
+    assert progress_of_comment(": the answer goes on") is None
 
 
 def test_several_prompts_are_read_together_and_those_that_were_read_count_no_more() -> None:

@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -20,36 +20,30 @@ import orjson
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, NotServed, PacelineError
-from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, ModelLoading, Notice
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
+from paceline.machine.foreign.rates import Timed
+from paceline.machine.foreign.silence import Silence, always
 
 MOST_WAITING = 32
 """Chunks that wait for a reader. Raising it: an engine that writes faster than a client reads fills more memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """The time and the tokens of one sequence at the engine."""
-
-    read_tokens: int
-    """Prompt tokens that the engine computed."""
-    first_s: float
-    """Seconds until the first token."""
-    tokens: int
-    """Tokens of the answer."""
-    rest_s: float
-    """Seconds from the first token to the last."""
+LOADING_S = 2.0
+"""Seconds between two notices that a model is loaded. Raising it: clients see older figures."""
 
 
 class ForeignAnswer:
     """Implements `core.inference.ChunkStream`.
 
     Args:
-        before: awaited before the engine is asked. Raises if the engine has another model by that name now.
+        before: awaited before the engine is asked. Raises if the engine has another model by that name now. Returns the expected seconds of the load that
+            the request causes; None: the model is loaded.
+        silence: ends sequences at which the engine hangs.
+        allowed: returns the seconds of silence that a prompt is allowed, from its size as in `Timed.size`. None: as long as `EnginePatience` says.
+        is_loaded: asks the engine whether it has the model loaded.
         ended: called once, when the stream is over: with the error that ended it, or None.
         timed: called with what each whole sequence took.
     """
@@ -61,12 +55,20 @@ class ForeignAnswer:
         request: GenerationRequest,
         clock: Clock,
         *,
-        before: Callable[[], Awaitable[None]],
+        before: Callable[[], Awaitable[float | None]],
+        silence: Silence | None = None,
+        allowed: Callable[[int], float | None] = lambda _: None,
+        is_loaded: Callable[[], Awaitable[bool]] = always,
         ended: Callable[[BaseException | None], None] = lambda _: None,
         timed: Callable[[Timed], None] = lambda _: None,
     ) -> None:
         self._engine, self._model, self._request, self._clock = engine, model, request, clock
         self._before, self._ended, self._timed = before, ended, timed
+        self._silence, self._allowed, self._is_loaded = silence or Silence(), allowed, is_loaded
+        self._load_s: float | None = None
+        """Expected seconds of the load that this answer waits for; None: none."""
+        self._has_begun = False
+        """The engine wrote something."""
         self._tasks: list[asyncio.Task[None]] | None = None
         self._queue: asyncio.Queue[GenerationChunk | BaseException | None] = asyncio.Queue(MOST_WAITING)
         self._open = 0
@@ -82,6 +84,8 @@ class ForeignAnswer:
             await self._checked()
             self._tasks = [asyncio.create_task(self._write(index)) for index in self._request.indices]
             self._open = len(self._tasks)
+            if self._load_s is not None:
+                self._tasks.append(asyncio.create_task(self._tell_loading(self._load_s)))
         items = [await self._queue.get()] if self._open else []
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
@@ -105,7 +109,7 @@ class ForeignAnswer:
 
     async def _checked(self) -> None:
         try:
-            await self._before()
+            self._load_s = await self._before()
         except BaseException as error:
             await self._end(error)
             if (told := self._told(error)) is error:
@@ -140,26 +144,40 @@ class ForeignAnswer:
             await self._queue.put(nonsense(str(self._model.identity), error))
 
     async def _chunks(self, index: int) -> AsyncGenerator[GenerationChunk, None]:
-        sequence = (_Passed if self._request.chat else _Sequence)(self._model, self._request, index)
+        request = self._request
+        sequence = (_Passed if request.chat else _Sequence)(self._model, request, index)
         ask = await sequence.ask()
         began_s = first_s = self._clock.monotonic()
-        cached, is_first = 0, True
-        async with aclosing(self._engine.generate(ask)) as pieces:
+        prompt, cached, is_first = len(request.prompt_ids) + len(request.so_far.get(index, ())), 0, True
+        size = prompt or len(request.chat)
+        allowed_s = self._allowed(size) if self._load_s is None else None
+        async with aclosing(self._silence.watched(self._engine.generate(ask), allowed_s, self._is_loaded)) as pieces:
             async for piece in pieces:
+                self._has_begun = True
                 cached = piece.cached_tokens or cached  # several pieces may tell it
+                prompt = prompt or piece.prompt_tokens
                 chunk = await sequence.chunk(piece)
                 if chunk is None:
                     continue
-                if is_first and not chunk.notices:
+                if is_first and not chunk.notices and (chunk.token_ids or chunk.n_tokens):
                     is_first, first_s = False, self._clock.monotonic()
                 yield chunk
                 if chunk.finish_reason is not None:
                     break
         if not sequence.is_over:
             raise EngineGone(f"{self._model.identity} ended an answer of {self._model.name} before its end")
-        self._timed(
-            Timed(max(0, len(self._request.prompt_ids) - cached), first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s)
-        )
+        read, rest_s = max(0, prompt - cached), self._clock.monotonic() - first_s
+        computed = size * read // prompt if prompt else size
+        place, loaded = request.indices.index(index), self._load_s is None
+        self._timed(Timed(read, first_s - began_s, sequence.n_new, rest_s, computed, place, loaded))
+
+    async def _tell_loading(self, expected_s: float) -> None:
+        """Say now and then how long the engine has been loading the model."""
+        began_s, request = self._clock.monotonic(), self._request
+        while not self._has_begun:
+            loading = ModelLoading(round(self._clock.monotonic() - began_s), max(1, round(expected_s)))
+            self._queue.put_nowait(GenerationChunk(request.request_id, request.indices[0], (), "", notices=(loading.notice(),)))
+            await asyncio.sleep(LOADING_S)
 
 
 class _Sequence:

@@ -20,6 +20,7 @@ from paceline.core.no_tokenizer import NoTokenizer
 from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.machine.embedder import encoder_shape
+from paceline.machine.foreign.rates import Rates
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import locations, open_weights
 from paceline.store.digests import DigestCache, digest_of_files, file_sums
@@ -71,8 +72,12 @@ class ForeignModel:
                     return form
         return Takes.MESSAGES
 
-    def offer(self, tokens_per_second: float, prefill_tokens_per_second: float, under_way: int) -> ModelOffer:
-        """Return what the node's card says of it."""
+    def offer(self, rates: Rates, under_way: int, load_s: float) -> ModelOffer:
+        """Return what the node's card says of it.
+
+        Args:
+            load_s: measured seconds of a load; 0: none was measured.
+        """
         told = self.told
         engine = EngineOffer(
             str(self.identity),
@@ -83,13 +88,17 @@ class ForeignModel:
             self.leaves_network,
             self.plain_http,
             self.told.via,
+            context=self.context,
+            load_s=None if told.loaded else load_s,
+            capacity=rates.at_once(told.slots),
+            first_token_s=0.0 if rates.prompt_per_s else rates.first_s,
         )
         return ModelOffer(
             self.name,
             Role.VERIFIER if self.writes else Role.EMBEDDER,
             str(self.ref.weights),
-            tokens_per_second,
-            prefill_tokens_per_second,
+            rates.tokens_per_s,
+            rates.prompt_per_s,
             self.ref.digest,
             warm=True,
             size_bytes=told.size_bytes,
@@ -173,6 +182,7 @@ def facts_of(model: ForeignModel) -> ModelFacts:
         engine=str(model.identity),
         leaves_network=model.leaves_network,
         via=model.told.via,
+        on_disk=not model.told.loaded,
     )
 
 

@@ -22,7 +22,7 @@ from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.text import printable
 from paceline.engines.addresses import is_at_home, is_loopback
 from paceline.engines.contract import Door
-from paceline.machine.foreign.engines import Offering
+from paceline.machine.foreign.watched import Offering
 from paceline.store.home import Home
 
 logger = logging.getLogger(__name__)

@@ -166,6 +166,10 @@ class EngineCapability(_message.Message):
     LEAVES_NETWORK_FIELD_NUMBER: _builtins.int
     PLAIN_HTTP_FIELD_NUMBER: _builtins.int
     VIA_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name and version, such as "llama-server b9000"."""
     quantization: _builtins.str
@@ -176,6 +180,14 @@ class EngineCapability(_message.Message):
     """Prompts leave the home network."""
     plain_http: _builtins.bool
     """Prompts cross the network unencrypted."""
+    context: _builtins.int
+    """Tokens of prompt and answer together, of one request; 0: not known."""
+    load_seconds: _builtins.float
+    """Absent: the model is loaded. Otherwise a request makes the engine load it, in as many seconds; 0: not measured."""
+    capacity: _builtins.int
+    """Requests at which first tokens are not later yet, as measured; 0: not known."""
+    first_token_seconds: _builtins.float
+    """Seconds to the first token, where no rate of prompts is known; 0: not measured."""
     @_builtins.property
     def takes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Forms of prompt that it takes: ids, text, messages."""
@@ -199,12 +211,18 @@ class EngineCapability(_message.Message):
         leaves_network: _builtins.bool = ...,
         plain_http: _builtins.bool = ...,
         via: _abc.Iterable[_builtins.str] | None = ...,
+        context: _builtins.int = ...,
+        load_seconds: _builtins.float | None = ...,
+        capacity: _builtins.int = ...,
+        first_token_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds", "load_seconds", b"load_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes", "via", b"via"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds", "capabilities", b"capabilities", "capacity", b"capacity", "context", b"context", "engine", b"engine", "first_token_seconds", b"first_token_seconds", "leaves_network", b"leaves_network", "load_seconds", b"load_seconds", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes", "via", b"via"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__load_seconds: _TypeAlias = _typing.Literal["load_seconds"]  # noqa: Y015
+    _WhichOneofArgType__load_seconds: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_seconds) -> _WhichOneofReturnType__load_seconds | None: ...
 
 Global___EngineCapability: _TypeAlias = EngineCapability  # noqa: Y015
 

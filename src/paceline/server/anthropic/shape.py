@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from paceline.core.generation import FinishReason, GenerationChunk, PromptReading, TokenLogprob
+from paceline.core.generation import AnswerProgress, FinishReason, GenerationChunk, TokenLogprob
 from paceline.engine.sequence import TextStream
 from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
@@ -118,7 +118,7 @@ class MessageShape(Shape):
         self._finish: FinishReason | None = None
         self._stop: StopReader | None = None
 
-    def silence(self, reading: PromptReading | None) -> bytes:
+    def silence(self, reading: AnswerProgress | None) -> bytes:
         return (b"" if reading is None else reading.comment()) + PING
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:

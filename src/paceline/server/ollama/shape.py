@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
+from paceline.core.generation import AnswerProgress, FinishReason, TokenLogprob
 from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
@@ -155,7 +155,7 @@ class OllamaShape(Shape):
     def gained(content: str = "", thinking: str = "", calls: Sequence[Fields] = ()) -> Fields:
         """The fields of an answer that have text and calls."""
 
-    def silence(self, reading: PromptReading | None) -> bytes:
+    def silence(self, reading: AnswerProgress | None) -> bytes:
         """Return a line without text: lines of JSON have no comments, and the API has no field for what was read."""
         del reading
         return self._line(self.gained())

@@ -233,7 +233,12 @@ class Described:
         if engine is not None:
             facts = replace(facts, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network, via=route.via)
         fingerprint = fingerprint_of(model, route.numerics_id)
-        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint, facts, route.chats)
+        # Engines say their contexts on cards; that of own kernels changes where machines lease memory, so they are asked for it.
+        are_known = all(stop.context for stop in route.stops)
+        largest = route.context() if are_known else max(loaded.max_context, route.context())
+        return ServedModel(
+            *(model.name, loaded.created, largest, self.tokenizer, fingerprint), replace(facts, on_disk=route.on_disk), route.chats
+        )
 
 
 class TokenizerStore:

@@ -36,7 +36,18 @@ from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.known import KnownRoutes
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import MESSAGES, AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
+from paceline.ways.forward.routes import (
+    MESSAGES,
+    AnswerRoute,
+    Meaning,
+    Prompt,
+    RouteStop,
+    Sharing,
+    may_be_loading,
+    open_to,
+    routes,
+    with_room,
+)
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
@@ -222,9 +233,21 @@ class FleetInference:
         described = None if route is None or loaded is not None else self._described.get((model.name, route.meaning))
         if route is not None and described is not None:
             return described.served(route)
-        if route is None or loaded is None or route.numerics_id == loaded.numerics_id:
+        if route is None or loaded is None:
             return model
-        return replace(model, fingerprint=fingerprint_of(loaded.model, route.numerics_id))
+        largest = max(model.max_context, route.context(self._fleet.node_id))
+        if largest != model.max_context or (model.facts.on_disk and not route.on_disk):
+            model = replace(model, max_context=largest, facts=replace(model.facts, on_disk=route.on_disk))
+        return (
+            model
+            if route.numerics_id == loaded.numerics_id
+            else replace(model, fingerprint=fingerprint_of(loaded.model, route.numerics_id))
+        )
+
+    def _own_context(self, name: str) -> Callable[[RouteStop], int]:
+        """Return what tells the context of own kernels at a stop: this node's is known, another node refuses by itself."""
+        loaded = self._local.find(name)
+        return lambda stop: loaded.max_context if loaded is not None and stop.node_id == self._fleet.node_id else 0
 
     def _leg_here(self, model: str, request: GenerationRequest) -> ChunkStream:
         """A router chose this node for it."""
@@ -247,7 +270,7 @@ class FleetInference:
         if route is None or route.meaning != meaning:
             return None
         prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
-        stops = [stop for stop in route.stops if _can_take(stop, request)]
+        stops = with_room([stop for stop in route.stops if _can_take(stop, request)], request, self._own_context(name))
         following = dict(open_to(stops, after, left, exact=request.exact, may_leave=may_leave))
 
         def held() -> Mapping[NodeId, float]:

@@ -7,6 +7,8 @@ Laws:
   offers it. Their arithmetic may differ; a request says whether it may.
 - A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
   longer, a prefix that it holds shorter: one that was sent there, or that it told to hold. A node that was lost comes last until it was heard of again. A choice changes no byte.
+- An engine with as many requests as it runs at once counts as a queue, and a model that its engine has not loaded takes its load longer.
+- A request is not sent to an engine if its prompt and answer exceed the engine's context.
 - An engine outside of the home network is on a route only if no node at home has a model of that name, under whatever meaning.
 """
 
@@ -22,15 +24,16 @@ from math import inf
 from cachetools import LRUCache
 
 from paceline.core.clock import Clock
-from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
+from paceline.core.errors import ContextOverflow, NodeStopping, NodeUnreachable, PacelineError, PlacementError
 from paceline.core.following import Following, Holding, may_follow
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef
 from paceline.core.via import leads_back
 from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
-from paceline.fleet.engines import price, prompt_token_s
+from paceline.fleet.engines import loading, price, prompt_token_s
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import ALONE, WORTH_A_HOP, Choice, PlanRequest
 from paceline.fleet.ways import Alone
@@ -74,6 +77,13 @@ class RouteStop:
     """The model that is loaded there."""
     engine: EngineOffer | None = None
     """The engine of another maker that runs it there; None: Paceline's own kernels."""
+    load_s: float = 0.0
+    """Seconds until its engine has loaded the model, measured or estimated; 0: it is loaded."""
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of prompt and answer together at an engine; 0: not known."""
+        return 0 if self.engine is None else self.engine.context
 
     @property
     def holding(self) -> Holding:
@@ -100,6 +110,15 @@ class AnswerRoute:
     def leaves(self) -> bool:
         """Only engines outside of the home network have the model."""
         return all(stop.leaves for stop in self.stops)
+
+    def context(self, besides: NodeId | None = None) -> int:
+        """Return the largest context of its engines, without those of one node; 0: not known."""
+        return max((stop.context for stop in self.stops if stop.node_id != besides), default=0)
+
+    @property
+    def on_disk(self) -> bool:
+        """A request makes an engine load the model, whichever node it goes to."""
+        return all(stop.load_s > 0 for stop in self.stops)
 
     @property
     def numerics_id(self) -> str:
@@ -162,15 +181,13 @@ def routes(
             card.node_id: RouteStop(
                 *(card.node_id, card.instance, offer.numerics_id, card.addresses),
                 *(times.get(card.node_id, _engine_s(offer)), prompt_token_s(offer)),
-                *(offer.under_way, offer.role is Role.PREFILL, offer.model, offer.engine),
+                *(offer.under_way, offer.role is Role.PREFILL, offer.model, offer.engine, loading(offer).seconds),
             )
             for card, offer in holders
         }
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # What the plan does not price: foreign engines, by what their answers took; then nodes of which nothing is known but that they have it.
-        rest = sorted(
-            stops.values(), key=lambda stop: (inf if stop.expected_s is None else stop.expected_s, stop.node_id != own, stop.node_id)
-        )
+        rest = sorted(stops.values(), key=lambda stop: (_whole_s(stop), stop.load_s, stop.node_id != own, stop.node_id))
         found[name] = AnswerRoute(name, meaning, (*ranked, *rest), offered[name][meaning][0][1].size_bytes)
     return found
 
@@ -214,6 +231,28 @@ def open_to(
     return same or [(stop, following) for stop, following in found if following.is_allowed]
 
 
+def with_room(stops: Sequence[RouteStop], request: GenerationRequest, own: Callable[[RouteStop], int]) -> list[RouteStop]:
+    """Return the stops with room for a request's prompt and answer.
+
+    Args:
+        own: returns the context of own kernels at a stop; 0: not known.
+
+    Raises:
+        ContextOverflow: no stop's does, and the answer has not begun.
+    """
+    so_far = max(map(len, request.so_far.values()), default=0)
+    tokens = len(request.prompt_ids) + max(so_far + 1, 1 if request.max_tokens is None else request.max_tokens)
+    contexts = [stop.context or own(stop) for stop in stops]
+    found = [stop for stop, context in zip(stops, contexts, strict=True) if not context or tokens <= context]
+    if stops and not found and not so_far:
+        raise ContextOverflow(
+            f"Prompt and answer have {tokens} tokens, and the largest context of the model is {max(contexts)}",
+            "Shorten the prompt or lower max_tokens.",
+            field="max_tokens" if len(request.prompt_ids) < max(contexts) else "prompt",
+        )
+    return found
+
+
 def may_be_loading(cards: Sequence[NodeCard], digest: str, left: Mapping[NodeId, bytes]) -> bool:
     """Whether a node of which a request left another instance has a model, and has not loaded it."""
     anew = [card for card in cards if card.instance != left.get(card.node_id, card.instance)]
@@ -226,9 +265,13 @@ def _answering(card: NodeCard) -> NodeCard:
 
 
 def _engine_s(offer: ModelOffer) -> float | None:
-    """Return what a typical request takes at a foreign engine; None: not known."""
+    """Return what a typical request takes at a foreign engine that has its model loaded; None: not known."""
     expected = price(offer, PlanRequest(offer.model_id))
-    return None if expected is None else expected.total_s
+    return None if expected is None else expected.total_s - loading(offer).seconds
+
+
+def _whole_s(stop: RouteStop) -> float:
+    return inf if stop.expected_s is None else stop.expected_s + stop.load_s
 
 
 def _meaning(
@@ -284,6 +327,18 @@ MOST_PREFIXES = 1024
 longer prompt takes longer to place, some 7 ms for 1,000 prefixes."""
 REMEMBERED = 1 << 16
 """Prefixes, of all prompts. Raising it: memory, some 100 bytes each."""
+
+
+def crowding(load: int, at_once: int) -> float:
+    """Return the factor by which requests under way make another one longer.
+
+    Args:
+        load: sequences that run and wait.
+        at_once: number of them that an engine runs at once; another one waits for its turn. 0: not known, all run.
+    """
+    if not at_once:
+        return 1 + BUSY * load
+    return (1 + BUSY * min(load, at_once - 1)) * (1 + max(0, load - at_once + 1) / at_once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +403,8 @@ class Sharing:
                 seconds *= WORTH_A_HOP
             load = max(self._under_way[node_id], stop.under_way, self._own_load() if node_id == self._own else 0)
             share = max(known.get(node_id, 0.0), held_now.get(node_id, 0.0))
-            return self._is_lost(stop), stop.prefills, seconds * (1 + BUSY * load) * (1 - saved * share)
+            seconds *= crowding(load, 0 if stop.engine is None else stop.engine.at_once)
+            return self._is_lost(stop), stop.prefills, seconds * (1 - saved * share) + stop.load_s
 
         return min(open_stops, key=cost)  # the first of equal ones
 

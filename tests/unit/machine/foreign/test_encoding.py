@@ -21,8 +21,9 @@ from paceline.core.via import new_mark
 from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import Role
 from paceline.machine.encoders import ENGINE_TEXTS, LocalEncoders
-from paceline.machine.foreign import engines as foreign
-from paceline.machine.foreign.engines import ForeignEngines, Offering
+from paceline.machine.foreign import watched as foreign
+from paceline.machine.foreign.engines import ForeignEngines
+from paceline.machine.foreign.watched import Offering
 from paceline.store.home import Home
 
 IDENTITY = EngineIdentity("scripted", "1")

@@ -23,9 +23,10 @@ from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.core.via import MOST_NODES, new_mark
 from paceline.engines.contract import AnswerPiece, Ask, EngineIdentity, EngineModel, Takes
-from paceline.machine.foreign import engines as foreign
-from paceline.machine.foreign.engines import ForeignEngines, Offering
+from paceline.machine.foreign import watched as foreign
+from paceline.machine.foreign.engines import ForeignEngines
 from paceline.machine.foreign.model import ASSUMED_CONTEXT
+from paceline.machine.foreign.watched import Offering
 from paceline.store.home import Home
 
 ANSWER = [504, 314, 253, 443]

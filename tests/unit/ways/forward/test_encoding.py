@@ -35,7 +35,7 @@ from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
 from paceline.machine.embedder import encoder_shape
 from paceline.machine.encoders import LocalEncoders
-from paceline.machine.foreign.engines import Offering
+from paceline.machine.foreign.watched import Offering
 from paceline.net.wire import encode_pb2 as wire
 from paceline.node.serving import FleetServing
 from paceline.store.home import Home

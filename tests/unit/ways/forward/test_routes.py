@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import ContextOverflow
 from paceline.core.following import Following, Holding
-from paceline.core.ids import NodeId
+from paceline.core.generation import GenerationRequest
+from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import ModelRef, digest_of_name
 from paceline.core.via import new_mark
 from paceline.fleet.card import EngineOffer, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.ways.forward.routes import Meaning, may_be_loading, open_to, routes
+from paceline.ways.forward.routes import Meaning, may_be_loading, open_to, routes, with_room
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
@@ -163,10 +165,66 @@ def test_a_route_has_no_engine_that_is_reached_through_the_node_that_asks_and_sa
     back, far, near = (
         offer(10, numerics_id="", shape=None, engine=replace(ENGINE, via=via)) for via in ((here,), (other, third), (third,))
     )
-    found = routes(Eligible(Use.ANSWER, A, (card(A, back), card(B, far), card(C, near))), {}, {}, here)["m"]
+    found = routes(Eligible(Use.ANSWER, A, (card(A, back), card(B, far), card(C, near))), {}, {}, mark=here)["m"]
     assert ({stop.node_id for stop in found.stops}, found.via) == ({B, C}, (third,))
-    assert routes(Eligible(Use.ANSWER, A, (card(B, far), card(C, offer(1)))), {}, {}, here)["m"].via == ()
-    assert not routes(Eligible(Use.ANSWER, A, (card(B, back),)), {}, {}, here)
+    assert routes(Eligible(Use.ANSWER, A, (card(B, far), card(C, offer(1)))), {}, {}, mark=here)["m"].via == ()
+    assert not routes(Eligible(Use.ANSWER, A, (card(B, back),)), {}, {}, mark=here)
+
+
+def shared(speed: float = 10.0, **engine: object) -> ModelOffer:
+    return offer(speed, numerics_id="", shape=None, engine=replace(ENGINE, **engine))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "so_far", "expected"),
+    [
+        (100, 100, 0, "abc"),
+        (4000, 96, 0, "abc"),
+        (4000, 97, 0, "ab"),
+        (4095, None, 0, "abc"),
+        (4096, None, 0, "ab"),
+        (4000, 200, 95, "ab"),
+        (4000, None, 96, "ab"),
+        (8192, 1, 0, "b"),
+        (0, 8193, 0, "b"),
+        (32_000, None, 800, ""),
+    ],
+)
+def test_a_request_goes_only_where_prompt_and_answer_fit(prompt: int, most: int | None, so_far: int, expected: str) -> None:
+    cards = (card(A, offer(10)), card(B, shared(context=32_768)), card(C, shared(context=4096)))
+    stops = routes(Eligible(Use.ANSWER, A, cards), {}, {})["m"].stops
+    request = GenerationRequest(RequestId("r"), tuple(range(prompt)), most, so_far={0: (1,) * so_far} if so_far else {})
+    found = with_room(stops, request, lambda stop: 8192 if stop.node_id == A else 0)
+    assert sorted(stop.node_id for stop in found) == list(expected)
+
+
+@pytest.mark.parametrize(("prompt", "most", "field"), [(9000, None, "prompt"), (8000, 500, "max_tokens")])
+def test_a_request_that_fits_nowhere_is_told_the_largest_context(prompt: int, most: int | None, field: str) -> None:
+    cards = (card(B, shared(context=8192)), card(C, shared(context=4096)))
+    stops = routes(Eligible(Use.ANSWER, A, cards), {}, {})["m"].stops
+    with pytest.raises(ContextOverflow, match="8192") as refused:
+        with_room(stops, GenerationRequest(RequestId("r"), tuple(range(prompt)), most), lambda _: 0)
+    assert refused.value.field == field
+    assert with_room((*stops, replace(stops[0], engine=None)), GenerationRequest(RequestId("r"), (1,) * prompt, most), lambda _: 0)
+
+
+def test_a_model_that_an_engine_has_to_load_comes_after_one_that_is_loaded_and_sooner() -> None:
+    def found(*offers: ModelOffer) -> list[str]:
+        return order(A, *(card(node_id, each) for node_id, each in zip((B, C), offers, strict=False)))
+
+    assert found(shared(100.0, load_s=60.0), shared(10.0)) == ["c", "b"]
+    assert found(shared(100.0, load_s=1.0), shared(10.0)) == ["b", "c"]
+    assert found(shared(100.0, load_s=0.0), shared(100.0)) == ["c", "b"]  # estimated from its size
+    assert found(shared(0.0, load_s=5.0), shared(0.0)) == ["c", "b"]
+    on_disk = {
+        loads: routes(
+            Eligible(Use.ANSWER, A, tuple(card(node_id, shared(load_s=load_s)) for node_id, load_s in zip("bc", loads, strict=True))),
+            {},
+            {},
+        )["m"].on_disk
+        for loads in ((5.0, 5.0), (5.0, None), (0.0, 0.0))
+    }
+    assert on_disk == {(5.0, 5.0): True, (5.0, None): False, (0.0, 0.0): True}
 
 
 AWAY = replace(ENGINE, leaves_network=True)

@@ -9,8 +9,9 @@ from tests.fakes.clock import FakeClock
 
 from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, PacelineError
 from paceline.core.ids import NodeId
-from paceline.node.serving import shown_load
-from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, RouteStop, Sharing, prefix_keys
+from paceline.fleet.card import EngineOffer
+from paceline.node.serving import shown_at_engine, shown_load
+from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, RouteStop, Sharing, crowding, prefix_keys
 
 DOOR, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHORT = Prompt((1, 2, 3))
@@ -68,6 +69,47 @@ def test_what_a_card_says_counts_where_it_is_more_than_was_sent_from_here() -> N
 
 def test_a_card_says_roughly_how_much_is_under_way() -> None:
     assert [shown_load(sequences) for sequences in (0, 3, 4, 15, 16, 63, 64)] == [0, 0, 4, 4, 16, 16, 64]
+    assert [shown_at_engine(sequences) for sequences in (0, 1, 2, 3, 4, 7, 8, 100)] == [0, 1, 2, 2, 4, 4, 8, 64]
+
+
+def at_engine(node_id: NodeId, expected_s: float | None = 1.0, load_s: float = 0.0, **engine: int) -> RouteStop:
+    return replace(stop(node_id, expected_s), engine=EngineOffer("llama-server", ("ids",), **engine), load_s=load_s)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (at_engine(B, capacity=1), at_engine(C, 1.9), [B, C, B, C]),
+        (at_engine(B, capacity=1), at_engine(C, 2.5), [B, B, C, B]),
+        (at_engine(B, slots=1), at_engine(C, 1.9), [B, C, B, C]),
+        (at_engine(B, slots=8, capacity=1), at_engine(C, 1.9), [B, C, B, C]),
+        (at_engine(B, capacity=4), at_engine(C, 1.9), [B, B, C, B]),
+        (at_engine(B, load_s=20.0), at_engine(C, 5.0), [C, C, C, C]),
+        (at_engine(B, load_s=3.0), at_engine(C, 5.0), [B, B, B, C]),
+        (at_engine(B, None, load_s=20.0), at_engine(C, None), [C] * 4),
+    ],
+    ids=[
+        "one at once",
+        "slower by more",
+        "as it says",
+        "measured comes first",
+        "several at once",
+        "a load",
+        "a short load",
+        "not measured",
+    ],
+)
+def test_an_engine_that_is_full_is_a_queue_and_a_load_takes_its_time(first: RouteStop, second: RouteStop, expected: list[NodeId]) -> None:
+    door = Door()
+    assert [door.send([first, second]).node_id for _ in range(4)] == expected
+
+
+def test_a_full_engine_never_looks_less_busy_than_one_of_unknown_capacity_that_runs_as_many() -> None:
+    for at_once in range(1, 9):
+        factors = [crowding(load, at_once) for load in range(40)]
+        assert factors == sorted(factors)
+        assert factors[0] == 1
+        assert all(crowding(load, at_once) >= crowding(load, 0) for load in range(at_once + 1))
 
 
 def test_a_machine_with_the_model_keeps_requests_until_it_is_busy() -> None:
