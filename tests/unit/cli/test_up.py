@@ -166,7 +166,7 @@ def test_greet_answers_through_the_endpoint_and_then_says_what_to_try(start_pace
     ("template", "path", "chats"), [("{{ messages }}", "/v1/chat/completions", True), (None, "/v1/completions", False)]
 )
 def test_what_to_try_is_served_by_the_model(capsys: pytest.CaptureFixture[str], template: str | None, path: str, chats: bool) -> None:
-    model = SimpleNamespace(name="base", tokenizer=SimpleNamespace(chat_template=template))
+    model = SimpleNamespace(name="base", tokenizer=SimpleNamespace(chat_template=template), chats=None)
     up._welcome(Console(), model, "http://127.0.0.1:1", None, None, greet=False)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     said = capsys.readouterr().out
     assert f"http://127.0.0.1:1{path} " in said
