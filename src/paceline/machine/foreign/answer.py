@@ -13,7 +13,6 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 
@@ -24,6 +23,7 @@ from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationCh
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
+from paceline.engines.passed_chat import passed_chat
 from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
 
@@ -268,12 +268,17 @@ class _Passed:
 
         Raises:
             NotServed: the engine takes no chats.
+            InvalidRequest: the body is not that of a chat.
         """
         if Takes.MESSAGES not in self._model.told.takes:
             raise NotServed(f"{self._model.name} runs in {self._model.identity}, which takes no chats as they are")
-        body: dict[str, Any] = orjson.loads(self._request.chat)
+        try:
+            given: object = orjson.loads(self._request.chat)
+        except orjson.JSONDecodeError:  # another machine wrote it
+            given = None
+        body = passed_chat(given)
         if isinstance(seed := body.get("seed"), int):
-            body["seed"] = seed + self._index
+            body["seed"] = (seed + self._index) % (1 << 63)  # engines take no longer ones
         return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)
 
     async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
