@@ -26,7 +26,7 @@ from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
 from paceline.engines.patience import EnginePatience
-from paceline.engines.refusals import refusal_of
+from paceline.engines.refusals import refusal_of, without_address
 from paceline.engines.table import adapters, open_engine
 from paceline.engines.vllm import Vllm
 
@@ -396,3 +396,33 @@ def test_words_without_end_are_read_at_once(word: str, status: int) -> None:
     refused = refusal_of("llama-server", KEY, status, {"error": {"message": words, "type": words, "code": [words]}}, "9" * 5000)
     assert isinstance(refused, PacelineError)
     assert len(refused.message) < 1000
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 429, 503, 508])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:38473", "no"),
+        ("http://127.0.0.1:38473", "can't reach localhost:38473, HTTP://127.0.0.1:38473/v1 nor [::1]:38473; loading; too many"),
+        ("https://ann:pw@gpu.home.arpa:8443", "gpu.home.arpa:8443 has no such model"),
+        ("http://192.168.7.9", "192.168.7.9: not support"),
+        ("http://[fd00::7:1]:8080", "http://[fd00::7:1]:8080/x and fd00::7:1"),
+        ("http://gpu:9999/base", "see http://gpu/x"),
+    ],
+)
+def test_what_clients_read_of_a_refusal_has_no_address(url: str, words: str, status: int) -> None:
+    layer = http.Http(Door(url, KEY), "llama-server", SHORT)
+    error = layer.refused(status, {"error": {"message": words}}, "7")
+    told = without_address(error, layer.door, "llama-server b1")
+    assert type(told) is type(error)
+    assert str(told).startswith("llama-server")
+    assert not any(
+        part in str(told).lower() for part in ("38473", "127.0.0.1", "localhost", "gpu.home", "192.168", "fd00", "9999", "://gpu", "pw")
+    )
+    assert {name for name in vars(error) if vars(error)[name] != vars(told)[name]} <= {"message", "hint"}
+    assert words != "no" or status == 503 or "llama-server b1: no" in told.message
+
+
+def test_words_that_are_not_an_address_stay() -> None:
+    words = "vllm at work: 3:38 of llama-server at 12:8080x, port 38473"
+    assert without_address(InvalidRequest(words), Door("http://vllm:38473"), "x").message == words

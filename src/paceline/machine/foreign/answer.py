@@ -24,6 +24,7 @@ from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.engines.passed_chat import passed_chat
+from paceline.engines.refusals import without_address
 from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
 
@@ -114,8 +115,10 @@ class ForeignAnswer:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return an error as clients see it. The engine's address, and how to start it, are for its owner: they are in the log."""
-        if not isinstance(error, EngineGone):
+        if not isinstance(error, PacelineError):
             return error
+        if not isinstance(error, EngineGone):
+            return without_address(error, self._engine.door, str(self._model.identity))
         return EngineGone(f"{self._model.identity} failed while it answered for {self._model.name}", "Try again in a few seconds.")
 
     async def aclose(self) -> None:

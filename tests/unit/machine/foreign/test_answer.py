@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
 
-from paceline.core.errors import EngineGone, NotServed
+from paceline.core.errors import EngineGone, InvalidRequest, ModelAway, NotServed, Overloaded, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.model import ModelRef, WeightsFormat
@@ -182,3 +182,15 @@ def test_tokens_that_the_engine_had_cached_are_reported_once(cached: int) -> Non
 
     assert [chunk.cached_tokens for chunk in asyncio.run(drain()) if chunk.cached_tokens] == [cached] * bool(cached)
     assert [one.read_tokens for one in told] == [len(prompt) - cached]
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("x", field="stop"), Overloaded("x", retry_after_s=7), EngineGone("x"), ModelAway("x")])
+def test_no_error_tells_a_client_where_the_engine_listens(error: PacelineError) -> None:
+    error.message = "scripted at http://127.0.0.1:1: no"
+    engine = ScriptedEngine([1], 1)
+    engine.trouble = error
+    _, told = run(engine, request_of([1]))
+    assert type(told) is type(error)
+    assert "127.0.0.1" not in str(told)
+    assert "scripted 1" in str(told)
+    assert isinstance(told, EngineGone) or vars(told) | {"message": ""} == vars(error) | {"message": ""}
