@@ -19,7 +19,7 @@ import orjson
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, NotServed, PacelineError
-from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
@@ -220,14 +220,15 @@ class _Sequence:
         if piece.cached_tokens and self._cached is None:
             self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))
         if piece.tokens_read is not None:
-            detail: Mapping[str, str | int | float] = {
-                "tokens_read": piece.tokens_read,
-                "tokens": len(self._request.prompt_ids) + len(self._so_far),
-            }
+            n_prompt = len(self._request.prompt_ids) + len(self._so_far)
+            detail: Mapping[str, str | int | float] = {"tokens_read": min(piece.tokens_read, n_prompt), "tokens": n_prompt}
             return GenerationChunk(id_, self._index, (), "", notices=(Notice(PROMPT_PROGRESS, detail),))
         tokens = piece.token_ids
         if self._spelled is not None:
             tokens = await asyncio.to_thread(self._spelled.tokens, piece.text, is_last=piece.finish is not None)
+        size = self._tokenizer.size
+        if any(not 0 <= token < size for token in tokens):
+            raise EngineGone(f"{self._model.identity} wrote a token that {self._model.name} does not have")
         text, taken, reason = self._take(tokens)
         if reason is None and piece.finish is not None:
             reason = piece.finish
@@ -242,7 +243,8 @@ class _Sequence:
         if self.n_new == 0 and self._cached:
             cached = self._cached
         self.n_new += len(taken)
-        return GenerationChunk(id_, self._index, taken, text, piece.logprobs[: len(taken)], reason, cached_tokens=cached)
+        logprobs = tuple(_known(each, size) for each in piece.logprobs[: len(taken)])
+        return GenerationChunk(id_, self._index, taken, text, logprobs, reason, cached_tokens=cached)
 
     def _take(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...], FinishReason | None]:
         """Return the text of tokens, those that count, and why the answer ends with them."""
@@ -256,6 +258,19 @@ class _Sequence:
             if most is not None and len(self._so_far) + self.n_new + place >= most:
                 return text, tuple(tokens[:place]), FinishReason.LENGTH
         return text, tuple(tokens), None
+
+
+def _known(found: TokenLogprob, size: int) -> TokenLogprob:
+    """Return a log probability with the alternatives that the vocabulary has. Engines fill their vocabularies up with empty tokens.
+
+    Raises:
+        EngineGone: it is that of a token outside of the vocabulary.
+    """
+    if not 0 <= found.token_id < size:
+        raise EngineGone(f"the log probability of token {found.token_id}, of a vocabulary of {size}")
+    if all(0 <= token < size for token, _ in found.top):
+        return found
+    return replace(found, top=tuple(each for each in found.top if 0 <= each[0] < size))
 
 
 class _Passed:
@@ -286,7 +301,7 @@ class _Passed:
 
     async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
-        if piece.delta is None and piece.finish is None and not piece.prompt_tokens:
+        if piece.delta is None and piece.finish is None:
             return None
         self.is_over = piece.finish is not None
         self.n_new += piece.n_tokens
@@ -297,7 +312,7 @@ class _Passed:
             n_tokens=piece.n_tokens,
             prompt_tokens=piece.prompt_tokens,
             finish_reason=piece.finish,
-            cached_tokens=piece.cached_tokens,
+            cached_tokens=min(piece.cached_tokens, piece.prompt_tokens),
         )
 
 
