@@ -14,6 +14,7 @@ from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Scores, Takes, Vectors
 from paceline.engines.http import Http
+from paceline.engines.passed_chat import check_references
 from paceline.engines.patience import EnginePatience
 from paceline.engines.shapes import Choices, chat_body, entries, number, sensible
 from paceline.engines.stream import Stream
@@ -209,11 +210,13 @@ def schema_of(name: str, grammar: Grammar) -> Any:
 
     Raises:
         NotServed: the grammar is of another kind.
-        InvalidRequest: it is not JSON.
+        InvalidRequest: it is not JSON, or refers to something outside of itself.
     """
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
         raise NotServed(f"{name} can't follow this form of an answer", "Ask for a JSON schema, or another engine.", field="response_format")
     try:
-        return orjson.loads(grammar.text)
+        schema = orjson.loads(grammar.text)
     except orjson.JSONDecodeError:
         raise InvalidRequest("The JSON schema is not JSON", "Send a JSON schema.", field="response_format") from None
+    check_references(schema)
+    return schema

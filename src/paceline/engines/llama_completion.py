@@ -10,7 +10,7 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.adapter import schema_of
 from paceline.engines.contract import AnswerPiece, Ask
 from paceline.engines.http import Http
-from paceline.engines.shapes import sensible, text_of
+from paceline.engines.shapes import log_probability, number, sensible, text_of, whole
 from paceline.engines.stream import Stream
 
 FIELDS: Final = ["stop", "stop_type", "tokens", "content", "model", "tokens_evaluated", "timings"]
@@ -85,22 +85,26 @@ class LlamaCompletion:
             return self._end(event)
         progress = event.get("prompt_progress")
         if progress is not None:
-            self.prompt_tokens, self.cached_tokens = progress["total"], progress["cache"]
-            return AnswerPiece(tokens_read=progress["processed"], prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens)
-        (token,) = event["tokens"]
-        if type(token) is not int:
-            raise TypeError(token)
+            self.prompt_tokens, self.cached_tokens, read = (number(progress, name) for name in ("total", "cache", "processed"))
+            self.stream.has_read(read)
+            return AnswerPiece(tokens_read=read, prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens)
+        (token,) = map(whole, event["tokens"])
+        self.stream.moved()
         if token in self.stop_ids:
-            self.finish, self.stream.settled = FinishReason.STOP, True
+            self.finish = FinishReason.STOP
+            self.stream.settle()
             return self.piece(tuple(self.ids)) if self.ids else None
-        counted = event["tokens_predicted"]
+        counted = whole(event["tokens_predicted"])
         # More than one: a character of several tokens. None: a draft's tokens, which are counted together.
         self.is_partial = self.is_partial or counted != self.counted + 1
         self.counted = counted
         self.ids.append(token)
         if "completion_probabilities" in event:
             self.logprobs += [_logprob(each) for each in event["completion_probabilities"]]
-        self.text = event["content"]
+        content: object = event["content"]
+        if not isinstance(content, str):
+            raise TypeError("content")
+        self.text = content
         if not self.text or (self.is_partial and not self.text.isascii()):
             return None
         return self.piece(tuple(self.ids))
@@ -115,8 +119,10 @@ class LlamaCompletion:
 
     def _end(self, event: Mapping[str, Any]) -> AnswerPiece | None:
         kind = event["stop_type"]
-        self.finish, self.stream.settled = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}[kind], True
-        self.prompt_tokens, self.cached_tokens = event["tokens_evaluated"], (event.get("timings") or {}).get("cache_n", self.cached_tokens)
+        self.finish = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}[kind]
+        self.stream.settle()
+        self.prompt_tokens, timings = number(event, "tokens_evaluated"), event.get("timings")
+        self.cached_tokens = number(timings, "cache_n") if isinstance(timings, dict) and "cache_n" in timings else self.cached_tokens
         if kind == "eos" and self.ids:
             self.ids.pop()
             self.logprobs = self.logprobs[: len(self.ids)]
@@ -127,7 +133,8 @@ class LlamaCompletion:
 
 
 def _logprob(found: Mapping[str, Any]) -> TokenLogprob:
-    return TokenLogprob(found["id"], found["logprob"], tuple((each["id"], each["logprob"]) for each in found["top_logprobs"]))
+    top = tuple((whole(each["id"]), log_probability(each["logprob"])) for each in found["top_logprobs"])
+    return TokenLogprob(whole(found["id"]), log_probability(found["logprob"]), top)
 
 
 class Speller:
@@ -159,7 +166,7 @@ class Speller:
 
     async def tokens(self, model: str, text: str) -> list[int]:
         found = await self._http.post("/tokenize", {"model": model, "content": text, "add_special": False, "parse_special": True})
-        return sensible(self._http, lambda: [int(token) for token in found["tokens"]])
+        return sensible(self._http, lambda: [whole(token) for token in found["tokens"]])
 
     async def _spelled_by(self, model: str, tokens: Sequence[int]) -> str:
         return text_of(await self._http.post("/detokenize", {"model": model, "tokens": list(tokens)}), "content")

@@ -23,7 +23,7 @@ from paceline.engines.adapter import Adapter
 from paceline.engines.contract import AnswerPiece, Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Takes
 from paceline.engines.llama_completion import LlamaCompletion, Speller, completion_body
 from paceline.engines.patience import EnginePatience
-from paceline.engines.shapes import entries, number, sensible, text_of
+from paceline.engines.shapes import MAX_BYTES, entries, number, sensible, text_of
 
 LOOK_BACK: Final = 8192
 """Tokens that penalties count where the context is not known. Raising it: more memory for each slot."""
@@ -105,7 +105,7 @@ class LlamaServer(Adapter):
             quantisation=text_of(props, "model_ftype") or text_of(meta, "ftype"),
             context=context,
             slots=number(props, "total_slots"),
-            size_bytes=number(meta, "size"),
+            size_bytes=number(meta, "size", most=MAX_BYTES),
             capabilities=frozenset(can),
         )
 

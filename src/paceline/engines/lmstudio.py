@@ -13,7 +13,7 @@ from typing import Any, Final
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs
 from paceline.engines.contract import Ask, Capability, EngineIdentity, EngineModel
 from paceline.engines.openai import NEUTRAL, more_sampling, openai_text
-from paceline.engines.shapes import entries, number, sensible, text_of
+from paceline.engines.shapes import MAX_BYTES, entries, number, sensible, text_of
 
 V1: Final = "/api/v1/models"
 V0: Final = "/api/v0/models"
@@ -90,7 +90,7 @@ def _model(listed: Mapping[str, Any]) -> EngineModel:
         quantisation=text_of(listed.get("quantization") or {}, "name"),
         context=number(config, "context_length"),
         slots=number(config, "parallel"),
-        size_bytes=number(listed, "size_bytes"),
+        size_bytes=number(listed, "size_bytes", most=MAX_BYTES),
         loaded=bool(instances),
         capabilities=frozenset(can),
     )

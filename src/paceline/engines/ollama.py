@@ -18,7 +18,7 @@ from paceline.core.generation import FinishReason
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of, vectors_of
 from paceline.engines.contract import AnswerPiece, Ask, Capability, EngineIdentity, EngineModel, Vectors
 from paceline.engines.openai import MAX_SEED
-from paceline.engines.shapes import entries, number, sensible, text_of
+from paceline.engines.shapes import MAX_BYTES, entries, number, sensible, text_of
 
 CAPABILITIES: Final = {
     "completion": Capability.SCHEMAS,
@@ -80,12 +80,13 @@ class Ollama(Adapter):
                 assert not isinstance(event, bytes), "streams of lines have no comments"
                 text = event.get("response")
                 if text:
+                    stream.moved()
                     if not stream.began:
                         await stream.begin()
                     counted += 1
                     yield sensible(self.http, lambda text=text: AnswerPiece(text + "", n_tokens=1))
                 if event.get("done"):
-                    stream.settled = True
+                    stream.settle()
                     yield sensible(self.http, _last, event, counted)
                     return
 
@@ -106,7 +107,7 @@ def _model(listed: Mapping[str, Any], shown: Mapping[str, Any], loaded: Mapping[
         path=Path(file[1]) if file and file[1].startswith("/") else None,
         quantisation=text_of(listed.get("details") or {}, "quantization_level"),
         context=loaded.get(name, 0) or (int(context[1]) if context else 0),
-        size_bytes=number(listed, "size"),
+        size_bytes=number(listed, "size", most=MAX_BYTES),
         loaded=name in loaded,
         capabilities=frozenset(CAPABILITIES[each] for each in can if each in CAPABILITIES),
     )

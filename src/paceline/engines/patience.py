@@ -27,5 +27,7 @@ class EnginePatience:
     """From one token to the next, of an engine that lives. It may read 2,048 tokens of another request's prompt, at 13 tokens a second on old processors.
     Raising it: as above.
     """
+    figures_s: float = 3.0
+    """To send figures after the end of an answer. Raising it: an engine that does not end its stream holds a client for longer."""
     load_s: float = 1800.0
     """To load a model. Raising it: a load that hangs is found later; 200 GB from a USB disk take half an hour."""

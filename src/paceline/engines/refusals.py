@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 from paceline.core.errors import (
     ContextOverflow,
@@ -22,6 +23,9 @@ from paceline.core.errors import (
     UnknownModel,
 )
 from paceline.core.text import printable
+from paceline.engines.contract import Door
+
+Error = TypeVar("Error", bound=PacelineError)
 
 MAX_WORDS: Final = 300
 """Maximum characters of an engine's own words in a message. Raising it: messages fill the screen with a prompt that an engine repeats."""
@@ -86,6 +90,35 @@ def quoted(message: str, key: str) -> str:
         return ""
     words = printable(" ".join(message.split()))
     return words if len(words) <= MAX_WORDS else words[:MAX_WORDS] + "..."
+
+
+def without_address(error: Error, door: Door, called: str) -> Error:
+    """Return a copy of an engine's error for clients, who must not learn where it listens: they may be guests, or on other machines.
+
+    Args:
+        called: the engine's name and version, which stand in place of its address.
+    """
+    address = _address_of(door)
+    told = type(error).__new__(type(error))
+    told.__dict__.update(error.__dict__)
+    told.message, told.hint = (address.sub(lambda _: called, text) for text in (error.message, error.hint))
+    told.args = (told.message,)
+    return told
+
+
+def _address_of(door: Door) -> re.Pattern[str]:
+    """Return what finds a door's address in a message, with the name that adapters write before it, under each name of the machine."""
+    parts = urlsplit(door.url)
+    host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
+    found = [rf"[\w.%\[\]:-]*:{port}\b"]
+    if "." in host or ":" in host:  # a name of one word may be any word
+        found.append(rf"\[?{re.escape(host)}\]?(?![\w.]*\w)")
+    elif host:
+        found.append(rf"(?<=://){re.escape(host)}\b")
+    where = rf"(?:https?://)?(?:{'|'.join(found)})"
+    if door.socket is not None:
+        where = rf"{re.escape(str(door.socket))}|{where}"
+    return re.compile(rf"(?:[\w.-]+ at )?(?:{where})", re.IGNORECASE)
 
 
 def _read(body: Any) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -21,6 +22,16 @@ FINISHES: Final = {
     "length": FinishReason.LENGTH,
 }
 """Finish reasons of an answer that is complete. Any other ends it as lost."""
+MAX_COUNT: Final = (1 << 31) - 1
+"""Greatest id or count of tokens. Protocols of Paceline, and engines, have 32 bits for one."""
+MAX_BYTES: Final = (1 << 53) - 1
+"""Greatest size of a file. Clients that read JSON as floats lose digits beyond it."""
+LEAST_LOGPROB: Final = -3.5e38
+"""Below any number of 32 bits, which engines write for the logarithm of zero."""
+ROUNDING: Final = 0.01
+"""Greatest sum of rounding errors in a log probability. Raising it: figures of another kind are taken for one."""
+TEXTS: Final = ("content", "reasoning_content", "reasoning", "thinking")
+"""Fields of a chat's delta that have text."""
 
 
 def sensible(http: Http, read: Callable[..., T], *found: Any) -> T:
@@ -35,13 +46,27 @@ def sensible(http: Http, read: Callable[..., T], *found: Any) -> T:
         raise http.gone("answers in another shape than its API has", OTHER_VERSION) from None
 
 
-def number(found: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a positive integer, or 0."""
+def number(found: Mapping[str, Any], *names: str, most: int = MAX_COUNT) -> int:
+    """Return the first of these fields that is an integer from 1 to `most`, or 0."""
     for name in names:
         value = found.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
     return 0
+
+
+def whole(value: object) -> int:
+    """Return a token id or a count. Raises ValueError if it is something else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError("not an id or a count")
+    return value
+
+
+def log_probability(value: object) -> float:
+    """Return a log probability. Raises ValueError if it is something else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST_LOGPROB <= value <= ROUNDING:
+        raise ValueError("not a log probability")
+    return min(0.0, float(value))
 
 
 def text_of(found: Mapping[str, Any], name: str) -> str:
@@ -118,41 +143,52 @@ class Choices:
         if said and said != self.asked and self.is_other(self.asked, said):
             raise self.http.gone(f"answers with another model than {self.asked}", "Look at which models it has.")
         usage = event.get("usage")
-        if usage:
+        if isinstance(usage, dict):
             self.usage = self.usage or EngineUsage()
             self.usage.read(usage)
         progress = event.get("prompt_progress")
-        if progress:
-            return AnswerPiece(tokens_read=progress["processed"])
+        if isinstance(progress, dict):
+            return self._read(number(progress, "processed"))
         choices = event.get("choices")
-        if not choices:
+        if not choices or self.finish is not None:
             return None
         choice = choices[0]
         if choice.get("index"):
             raise ValueError("several answers at once")
         reason = choice.get("finish_reason")
         if reason is not None:
-            self.finish, self.stream.settled = FINISHES[reason], True
+            self.finish = FINISHES[reason]
+            self.stream.settle()
         return self._gained(choice)
+
+    def _read(self, tokens: int, prompt: int = 0) -> AnswerPiece:
+        self.stream.has_read(tokens)
+        return AnswerPiece(tokens_read=tokens, prompt_tokens=prompt)
 
     def _gained(self, choice: Mapping[str, Any]) -> AnswerPiece | None:
         delta = choice.get("delta")
         if delta is None:
             return self._text(choice)
-        if not delta:
+        if not _has_text(delta):
             return None
-        text = delta.get("content") or ""
-        gained = 1 if any(value for name, value in delta.items() if name != "role") else 0
-        self.counted += gained
-        return AnswerPiece(text=text if isinstance(text, str) else "", n_tokens=gained, delta=delta)
+        self.stream.moved()
+        self.counted += 1
+        text = delta.get("content")
+        return AnswerPiece(text=text if isinstance(text, str) else "", n_tokens=1, delta=delta)
 
     def _text(self, choice: Mapping[str, Any]) -> AnswerPiece | None:
         text, ids = choice.get("text") or "", choice.get("token_ids")
+        if not isinstance(text, str):
+            raise TypeError("text")
+        if text or ids:
+            self.stream.moved()
         if ids is None:
             self.counted += bool(text)
-            return AnswerPiece(text=text + "", n_tokens=1) if text else None
+            return AnswerPiece(text=text, n_tokens=1) if text else None
+        if not isinstance(ids, list):
+            raise TypeError("token_ids")
         self.counted += len(ids)
-        self.ids += ids
+        self.ids += map(whole, ids)
         if choice.get("logprobs"):
             self.logprobs += _logprobs(choice["logprobs"], self.n_top)
         if choice.get("finish_reason") == "stop" and self.ids:  # the last token is the one that ends the answer
@@ -160,29 +196,37 @@ class Choices:
             self.logprobs = self.logprobs[: len(self.ids)]
         if not text and (not self.ids or self.finish is None):
             return None
-        piece = AnswerPiece(text=text + "", token_ids=tuple(self.ids), logprobs=tuple(self.logprobs), n_tokens=len(self.ids))
+        piece = AnswerPiece(text=text, token_ids=tuple(self.ids), logprobs=tuple(self.logprobs), n_tokens=len(self.ids))
         self.ids.clear()
         self.logprobs.clear()
         return piece
 
-    @staticmethod
-    def _progress(comment: bytes) -> AnswerPiece | None:
+    def _progress(self, comment: bytes) -> AnswerPiece | None:
         """Return the progress in a comment such as mlx-lm's `: keepalive 512/2048`."""
-        words = comment.removeprefix(b":").split()
-        if len(words) == 2 and words[0] == b"keepalive":
-            read, _, total = words[1].partition(b"/")
-            return AnswerPiece(tokens_read=int(read), prompt_tokens=int(total)) if read.isdigit() and total.isdigit() else None
-        return None
+        found = _KEEPALIVE.fullmatch(comment)
+        return None if found is None else self._read(int(found[1]), int(found[2]))
+
+
+_KEEPALIVE: Final = re.compile(rb":\s*keepalive\s+(\d{1,9})/(\d{1,9})\s*")
+
+
+def _has_text(delta: Mapping[str, Any]) -> bool:
+    """Return whether a delta adds to the answer."""
+    if any(isinstance(delta.get(name), str) and delta[name] for name in TEXTS):
+        return True
+    calls = delta.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return any(isinstance(each, dict) and (each.get("name") or each.get("arguments")) for each in functions)
 
 
 def _logprobs(found: Mapping[str, Any], n_top: int) -> list[TokenLogprob]:
     """Return the log probabilities of a text completion that names tokens `token_id:5`."""
     logprobs: list[TokenLogprob] = []
     for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
-        ordered = sorted((top or {}).items(), key=lambda each: -each[1])[:n_top]
-        logprobs.append(TokenLogprob(_id_of(token), logprob, tuple((_id_of(name), value) for name, value in ordered)))
+        others = [(_id_of(name), log_probability(value)) for name, value in (top or {}).items()]
+        logprobs.append(TokenLogprob(_id_of(token), log_probability(logprob), tuple(sorted(others, key=lambda each: -each[1])[:n_top])))
     return logprobs
 
 
 def _id_of(token: str) -> int:
-    return int(token.removeprefix("token_id:"))
+    return whole(int(token.removeprefix("token_id:")))

@@ -24,7 +24,7 @@ from paceline.server.fields import ignored_fields, read_body
 from paceline.server.fitting import MEDIA_WORD, fit_chat
 from paceline.server.infill import infill_ids
 from paceline.server.messages import check_media, check_messages, json_bytes, without_headers
-from paceline.server.passing import passed_body
+from paceline.server.passing import has_notes, passed_body
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Parted, Sampling
 from paceline.server.shapes import ChatShape, CompletionShape
 from paceline.server.tools import ModelFormats, Tools, answer_grammar, chat_of, grammar_of
@@ -125,8 +125,9 @@ class Intake:
         if asked.exact or self._exact:
             raise NotServed(f"exact: {model.name} runs in an engine of another maker, which promises no bytes", field="exact")
         call = self._call(ChatShape, asked, model, [[]], _most_of_chat(asked), None, "messages")
-        body = passed_body(asked)
-        return replace(call, requests=tuple(replace(request, chat=body) for request in call.requests), is_turn=True)
+        body = passed_body(asked, takes_images=chats.images)
+        fitted = (MEDIA_WORD,) if has_notes(asked.messages, takes_images=chats.images) else ()
+        return replace(call, requests=tuple(replace(request, chat=body) for request in call.requests), is_turn=True, fitted=fitted)
 
     def prompt_of(self, asked: ChatCompletionRequest, *, begins_turn: bool = True) -> ChatPrompt:
         """Return a chat's prompt, however long. Raises as `chat_of` does, but for a small context only if that is clear before tokenizing.

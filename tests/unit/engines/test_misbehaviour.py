@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import aclosing
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -26,11 +27,13 @@ from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
 from paceline.engines.patience import EnginePatience
-from paceline.engines.refusals import refusal_of
+from paceline.engines.refusals import refusal_of, without_address
 from paceline.engines.table import adapters, open_engine
 from paceline.engines.vllm import Vllm
 
-SHORT = EnginePatience(connect_s=0.5, answer_s=0.3, quiet_s=0.05, half_event_s=0.1, first_token_s=0.4, next_token_s=0.3, load_s=0.3)
+SHORT = EnginePatience(
+    connect_s=0.5, answer_s=0.3, quiet_s=0.05, half_event_s=0.1, first_token_s=0.4, next_token_s=0.3, load_s=0.3, figures_s=0.1
+)
 KEY = "sk-live-0123456789abcdef"
 MODEL = "m"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -115,6 +118,11 @@ BROKEN: dict[str, Callable[[Asked], Said]] = {
         wire(asked, {"choices": [{"index": 0, "text": "", "finish_reason": "x"}], "stop": True, "stop_type": "x", "done": True, "done_reason": "x"})
     ),
     "fails midway": lambda asked: stream(wire(asked, word(asked)), wire(asked, {"error": {"message": "CUDA error", "code": 500}})),
+    "sends empty events": lambda asked: stream(wire(asked, word(asked)), *[wire(asked, {}), Hang(0.02)] * 60),
+    "repeats its role": lambda asked: stream(*[wire(asked, {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}), Hang(0.02)] * 60),
+    "repeats its progress": lambda asked: stream(
+        *[b": keepalive 3/9\n\n" if asked.path != "/api/generate" else b"{}\n", wire(asked, {"prompt_progress": {"total": 9, "cache": 0, "processed": 3}}), Hang(0.02)] * 60
+    ),
     "returns 500": lambda _: said({"error": {"message": "oops"}}, 500),
     "returns HTML": lambda _: Said((b"<html>hello</html>",), kind="text/html", length=18),
     "returns 502 of a proxy": lambda _: Said((b"<html>Bad Gateway</html>",), 502, "text/html", 24),
@@ -331,6 +339,152 @@ def test_an_answer_that_is_complete_needs_no_more(end: Part, line_end: bytes) ->
     assert pieces[-1].finish is FinishReason.STOP
 
 
+@pytest.mark.parametrize("form", ["hi", CHAT])
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_after_the_end_of_an_answer_only_figures_count(form: Any, is_endless: bool) -> None:
+    def answer(asked: Asked) -> Said:
+        def event(text: str, finish: str | None = None, **more: Any) -> bytes:
+            part = {"delta": {"content": text}} if asked.path == "/v1/chat/completions" else {"text": text}
+            return wire(asked, word(asked, choices=[{"index": 0, "finish_reason": finish, **part}], **more))
+
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+        after = [event("AFTER"), event("MORE", "length"), event("", usage=usage)]
+        return Said(
+            [event("a"), event("b", "stop"), *after, *after * (1000 if is_endless else 0)] + [Hang(9)] * is_endless,
+            kind="text/event-stream",
+        )
+
+    with served(but(answer)) as server:
+        for adapter in (OpenAi, MlxServer, Vllm, LmStudio):
+            pieces, error = run(adapter, server.url, form)
+            assert error is None
+            assert "".join(piece.text for piece in pieces) == "ab"
+            last = pieces[-1]
+            assert (last.finish, last.prompt_tokens, last.cached_tokens) == (FinishReason.STOP, 5, 4)
+            assert sum(piece.n_tokens for piece in pieces) == 2
+
+
+def test_an_answer_that_never_stops_after_its_end_is_over() -> None:
+    def answer(asked: Asked) -> Said:
+        end = wire(asked, word(asked, choices=[{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]))
+        return Said(chain([end], repeat(wire(asked, word(asked)))), kind="text/event-stream")
+
+    with served(but(answer)) as server:
+        pieces, error = run(OpenAi, server.url, CHAT)
+    assert error is None
+    assert [piece.text for piece in pieces] == ["a", ""]
+
+
+@pytest.mark.parametrize("event", [b"data: {}\n\n", b": ping\n\n", b"\n\n", b'data: {"choices":[]}\n\n'])
+def test_a_flood_of_events_leaves_other_requests_their_turns_and_ends(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "MAX_IDLE_EVENTS", 6400)
+    turns = 0
+
+    async def look(url: str) -> None:
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        _, error = await write(OpenAi(Door(url), EnginePatience()), CHAT)
+        counting.cancel()
+        assert isinstance(error, EngineGone)
+
+    with served(but(lambda _: Said(repeat(event * 5000), kind="text/event-stream"))) as server:
+        asyncio.run(look(server.url))
+    assert turns >= 100
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_are_the_same_however_they_are_cut(size: int, line_end: bytes) -> None:
+    def answer(asked: Asked) -> Said:
+        choice = {"index": 0, "delta": {"content": "\r\n\n ü"}, "finish_reason": "stop"}
+        whole = (b": x\n\n" + wire(asked, word(asked)) + wire(asked, word(asked, choices=[choice]))).replace(b"\n", line_end)
+        return stream(*(whole[at : at + size] for at in range(0, len(whole), size)))
+
+    with served(but(answer)) as server:
+        pieces, error = run(OpenAi, server.url, CHAT)
+    assert error is None
+    assert "".join(piece.text for piece in pieces) == " one\r\n\n ü"
+
+
+ODD: tuple[Any, ...] = (-1, 1 << 31, 1 << 63, 1.5, True, "5", "x", [1], {"a": 1}, None)
+"""Values that are not an id or a count."""
+
+
+def test_odd_ids_and_figures_of_llama_server_go_no_further() -> None:
+    token = {"content": "x", "tokens": [5], "stop": False, "tokens_predicted": 1}
+    end = {"stop": True, "stop_type": "limit", "tokens": [], "content": "", "tokens_evaluated": 3, "timings": {"cache_n": 2}}
+    scored = {"id": 5, "logprob": -1.0, "top_logprobs": [{"id": 5, "logprob": -1.0}]}
+    broken: list[dict[str, Any]] = [
+        *({**token, "tokens": [odd]} for odd in ODD),
+        *({**token, "tokens": odd} for odd in (5, "a", None, [], [1, 2])),
+        *({**token, "tokens_predicted": odd} for odd in ODD),
+        *({**token, "content": odd} for odd in (5, ["a"], {"a": 1}, None, True)),
+        *({**token, "completion_probabilities": [{**scored, "id": odd}]} for odd in ODD),
+        *({**token, "completion_probabilities": [{**scored, "logprob": odd}]} for odd in ("y", None, True, [1], {}, 1e308, 5, -1e308)),
+        *({**token, "completion_probabilities": [{**scored, "top_logprobs": [{"id": odd, "logprob": -1}]}]} for odd in ODD),
+        *({**token, "completion_probabilities": [{**scored, "top_logprobs": odd}]} for odd in (5, None, "x", [5], [{"id": 1, "logprob": "z"}])),
+        *({**token, "completion_probabilities": odd} for odd in (5, "x", [5], None)),
+    ]  # fmt: skip
+    now: list[dict[str, Any]] = []
+    with served(but(lambda _: stream(events(*now, done=False)))) as server:
+
+        async def answers() -> None:
+            for event in broken:
+                now[:] = [event, end]
+                pieces, error = await write(LlamaServer(Door(server.url), SHORT), (1, 2))
+                assert isinstance(error, EngineGone), (event, pieces)
+            for odd in ODD:
+                for figures in (
+                    [{"prompt_progress": {"total": odd, "cache": odd, "processed": odd}}, token, end | {"timings": odd}],
+                    [token, {**end, "tokens_evaluated": odd, "timings": {"cache_n": odd}}],
+                ):
+                    now[:] = figures
+                    pieces, error = await write(LlamaServer(Door(server.url), SHORT), (1, 2))
+                    assert error is None, odd
+                    assert {piece.cached_tokens for piece in pieces} <= {0}
+                    assert {piece.prompt_tokens for piece in pieces} <= {0, 3}
+                    assert {piece.tokens_read for piece in pieces} <= {0, None}
+
+        asyncio.run(answers())
+
+
+def test_odd_ids_and_figures_of_openais_shapes_go_no_further() -> None:
+    now: list[dict[str, Any]] = []
+    logprobs = {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}]}
+    broken: list[dict[str, Any]] = [
+        *({"text": "x", "token_ids": [odd]} for odd in ODD),
+        *({"text": "x", "token_ids": odd} for odd in (5, "abc", {"a": 1})),
+        *({"text": odd, "token_ids": [5]} for odd in (5, ["a"], {"a": 1}, True)),
+        *({"text": odd} for odd in (5, ["a"], {"a": 1})),
+        *({"text": "x", "token_ids": [5], "logprobs": {**logprobs, "tokens": [odd]}} for odd in ("token_id:-1", "token_id:4294967296", "x", 5, None)),
+        *({"text": "x", "token_ids": [5], "logprobs": {**logprobs, "token_logprobs": [odd]}} for odd in ("y", None, True, [1], 1e308)),
+        *({"text": "x", "token_ids": [5], "logprobs": {**logprobs, "top_logprobs": [{"token_id:5": odd}]}} for odd in ("y", None, True, [1], 1e308)),
+    ]  # fmt: skip
+    with served(but(lambda _: stream(events(*now, done=False)))) as server:
+
+        async def answers() -> None:
+            for choice in broken:
+                now[:] = [{"choices": [{"index": 0, **choice}]}]
+                _, error = await write(Vllm(Door(server.url), SHORT), (1, 2))
+                assert isinstance(error, EngineGone), choice
+            for odd in ODD:
+                usage = {"prompt_tokens": odd, "completion_tokens": odd, "prompt_tokens_details": {"cached_tokens": odd}}
+                end = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}
+                for figures in (usage, odd, {"prompt_tokens_details": odd}):
+                    now[:] = [{"prompt_progress": odd}, {"prompt_progress": {"processed": odd}}, end, {"usage": figures}]
+                    pieces, error = await write(Vllm(Door(server.url), SHORT), CHAT)
+                    assert error is None
+                    assert (pieces[-1].prompt_tokens, pieces[-1].cached_tokens, sum(piece.n_tokens for piece in pieces)) == (0, 0, 1)
+                    assert {piece.tokens_read for piece in pieces} <= {0, None}
+
+        asyncio.run(answers())
+
+
 def test_answers_beyond_the_bounds_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "MAX_EVENT_BYTES", 1 << 16)
 
@@ -396,3 +550,33 @@ def test_words_without_end_are_read_at_once(word: str, status: int) -> None:
     refused = refusal_of("llama-server", KEY, status, {"error": {"message": words, "type": words, "code": [words]}}, "9" * 5000)
     assert isinstance(refused, PacelineError)
     assert len(refused.message) < 1000
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 429, 503, 508])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:38473", "no"),
+        ("http://127.0.0.1:38473", "can't reach localhost:38473, HTTP://127.0.0.1:38473/v1 nor [::1]:38473; loading; too many"),
+        ("https://ann:pw@gpu.home.arpa:8443", "gpu.home.arpa:8443 has no such model"),
+        ("http://192.168.7.9", "192.168.7.9: not support"),
+        ("http://[fd00::7:1]:8080", "http://[fd00::7:1]:8080/x and fd00::7:1"),
+        ("http://gpu:9999/base", "see http://gpu/x"),
+    ],
+)
+def test_what_clients_read_of_a_refusal_has_no_address(url: str, words: str, status: int) -> None:
+    layer = http.Http(Door(url, KEY), "llama-server", SHORT)
+    error = layer.refused(status, {"error": {"message": words}}, "7")
+    told = without_address(error, layer.door, "llama-server b1")
+    assert type(told) is type(error)
+    assert str(told).startswith("llama-server")
+    assert not any(
+        part in str(told).lower() for part in ("38473", "127.0.0.1", "localhost", "gpu.home", "192.168", "fd00", "9999", "://gpu", "pw")
+    )
+    assert {name for name in vars(error) if vars(error)[name] != vars(told)[name]} <= {"message", "hint"}
+    assert words != "no" or status == 503 or "llama-server b1: no" in told.message
+
+
+def test_words_that_are_not_an_address_stay() -> None:
+    words = "vllm at work: 3:38 of llama-server at 12:8080x, port 38473"
+    assert without_address(InvalidRequest(words), Door("http://vllm:38473"), "x").message == words

@@ -13,17 +13,18 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import orjson
 
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, NotServed, PacelineError
-from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, ModelLoading, Notice
+from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, ModelLoading, Notice, TokenLogprob
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
+from paceline.engines.passed_chat import passed_chat
+from paceline.engines.refusals import without_address
 from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
 from paceline.machine.foreign.rates import Timed
@@ -118,8 +119,10 @@ class ForeignAnswer:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return an error as clients see it. The engine's address, and how to start it, are for its owner: they are in the log."""
-        if not isinstance(error, EngineGone):
+        if not isinstance(error, PacelineError):
             return error
+        if not isinstance(error, EngineGone):
+            return without_address(error, self._engine.door, str(self._model.identity))
         return EngineGone(f"{self._model.identity} failed while it answered for {self._model.name}", "Try again in a few seconds.")
 
     async def aclose(self) -> None:
@@ -235,14 +238,15 @@ class _Sequence:
         if piece.cached_tokens and self._cached is None:
             self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))
         if piece.tokens_read is not None:
-            detail: Mapping[str, str | int | float] = {
-                "tokens_read": piece.tokens_read,
-                "tokens": len(self._request.prompt_ids) + len(self._so_far),
-            }
+            n_prompt = len(self._request.prompt_ids) + len(self._so_far)
+            detail: Mapping[str, str | int | float] = {"tokens_read": min(piece.tokens_read, n_prompt), "tokens": n_prompt}
             return GenerationChunk(id_, self._index, (), "", notices=(Notice(PROMPT_PROGRESS, detail),))
         tokens = piece.token_ids
         if self._spelled is not None:
             tokens = await asyncio.to_thread(self._spelled.tokens, piece.text, is_last=piece.finish is not None)
+        size = self._tokenizer.size
+        if any(not 0 <= token < size for token in tokens):
+            raise EngineGone(f"{self._model.identity} wrote a token that {self._model.name} does not have")
         text, taken, reason = self._take(tokens)
         if reason is None and piece.finish is not None:
             reason = piece.finish
@@ -257,7 +261,8 @@ class _Sequence:
         if self.n_new == 0 and self._cached:
             cached = self._cached
         self.n_new += len(taken)
-        return GenerationChunk(id_, self._index, taken, text, piece.logprobs[: len(taken)], reason, cached_tokens=cached)
+        logprobs = tuple(_known(each, size) for each in piece.logprobs[: len(taken)])
+        return GenerationChunk(id_, self._index, taken, text, logprobs, reason, cached_tokens=cached)
 
     def _take(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...], FinishReason | None]:
         """Return the text of tokens, those that count, and why the answer ends with them."""
@@ -273,6 +278,19 @@ class _Sequence:
         return text, tuple(tokens), None
 
 
+def _known(found: TokenLogprob, size: int) -> TokenLogprob:
+    """Return a log probability with the alternatives that the vocabulary has. Engines fill their vocabularies up with empty tokens.
+
+    Raises:
+        EngineGone: it is that of a token outside of the vocabulary.
+    """
+    if not 0 <= found.token_id < size:
+        raise EngineGone(f"the log probability of token {found.token_id}, of a vocabulary of {size}")
+    if all(0 <= token < size for token, _ in found.top):
+        return found
+    return replace(found, top=tuple(each for each in found.top if 0 <= each[0] < size))
+
+
 class _Passed:
     """One answer to a chat that the engine renders and reads itself."""
 
@@ -286,17 +304,22 @@ class _Passed:
 
         Raises:
             NotServed: the engine takes no chats.
+            InvalidRequest: the body is not that of a chat.
         """
         if Takes.MESSAGES not in self._model.told.takes:
             raise NotServed(f"{self._model.name} runs in {self._model.identity}, which takes no chats as they are")
-        body: dict[str, Any] = orjson.loads(self._request.chat)
+        try:
+            given: object = orjson.loads(self._request.chat)
+        except orjson.JSONDecodeError:  # another machine wrote it
+            given = None
+        body = passed_chat(given)
         if isinstance(seed := body.get("seed"), int):
-            body["seed"] = seed + self._index
+            body["seed"] = (seed + self._index) % (1 << 63)  # engines take no longer ones
         return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)
 
     async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
-        if piece.delta is None and piece.finish is None and not piece.prompt_tokens:
+        if piece.delta is None and piece.finish is None:
             return None
         self.is_over = piece.finish is not None
         self.n_new += piece.n_tokens
@@ -307,7 +330,7 @@ class _Passed:
             n_tokens=piece.n_tokens,
             prompt_tokens=piece.prompt_tokens,
             finish_reason=piece.finish,
-            cached_tokens=piece.cached_tokens,
+            cached_tokens=min(piece.cached_tokens, piece.prompt_tokens),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
@@ -11,12 +12,12 @@ import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
 
-from paceline.core.errors import EngineGone, NotServed
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, SamplingParams
+from paceline.core.errors import EngineGone, InvalidRequest, ModelAway, NotServed, Overloaded, PacelineError
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.core.model import ModelRef, WeightsFormat
-from paceline.engines.contract import EngineIdentity, EngineModel, Takes
-from paceline.machine.foreign.answer import ForeignAnswer, SpelledTokens, Timed
+from paceline.engines.contract import AnswerPiece, Ask, EngineIdentity, EngineModel, Takes
+from paceline.machine.foreign.answer import ForeignAnswer, SpelledTokens, Timed, _Passed  # pyright: ignore[reportPrivateUsage]
 from paceline.machine.foreign.model import ForeignModel
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import BUNDLED, open_model
@@ -182,3 +183,69 @@ def test_tokens_that_the_engine_had_cached_are_reported_once(cached: int) -> Non
 
     assert [chunk.cached_tokens for chunk in asyncio.run(drain()) if chunk.cached_tokens] == [cached] * bool(cached)
     assert [one.read_tokens for one in told] == [len(prompt) - cached]
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("x", field="stop"), Overloaded("x", retry_after_s=7), EngineGone("x"), ModelAway("x")])
+def test_no_error_tells_a_client_where_the_engine_listens(error: PacelineError) -> None:
+    error.message = "scripted at http://127.0.0.1:1: no"
+    engine = ScriptedEngine([1], 1)
+    engine.trouble = error
+    _, told = run(engine, request_of([1]))
+    assert type(told) is type(error)
+    assert "127.0.0.1" not in str(told)
+    assert "scripted 1" in str(told)
+    assert isinstance(told, EngineGone) or vars(told) | {"message": ""} == vars(error) | {"message": ""}
+
+
+class Wrote(ScriptedEngine):
+    """An engine that writes these pieces."""
+
+    def __init__(self, *pieces: AnswerPiece) -> None:
+        super().__init__([], 0)
+        self._pieces = pieces
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
+        for piece in (*self._pieces, AnswerPiece(finish=FinishReason.STOP)):
+            yield piece
+
+
+BEYOND = tokenizer().size
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *(AnswerPiece(token_ids=(504, token)) for token in (-1, BEYOND, 1 << 31)),
+        AnswerPiece(token_ids=(504,), logprobs=(TokenLogprob(BEYOND, -1.0),)),
+    ],
+)
+def test_a_token_outside_of_the_vocabulary_ends_the_answer(piece: AnswerPiece) -> None:
+    chunks, error = run(Wrote(piece), request_of([1]))
+    assert isinstance(error, EngineGone)
+    assert not chunks
+
+
+def test_alternatives_outside_of_the_vocabulary_are_left_out() -> None:
+    scored = TokenLogprob(504, -1.0, ((BEYOND, -1.0), (504, -1.0)))
+    chunks, _ = run(Wrote(AnswerPiece(token_ids=(504,), logprobs=(scored,))), request_of([1]))
+    assert [each.top for chunk in chunks for each in chunk.logprobs] == [((504, -1.0),)]
+
+
+def test_progress_is_never_beyond_the_prompt() -> None:
+    chunks, _ = run(Wrote(AnswerPiece(tokens_read=99)), request_of([1, 2]))
+    assert chunks[0].notices[0].detail == {"tokens_read": 2, "tokens": 2}
+
+
+@pytest.mark.parametrize("chat", ["", "{", "[]", "5", '{"messages": 5}', '{"messages": [{"content": [{"type": "file"}]}]}'])
+def test_a_chat_of_another_machine_is_refused_if_it_is_not_one(chat: str) -> None:
+    engine = ScriptedEngine([1], 1)
+    with pytest.raises(InvalidRequest):
+        asyncio.run(_Passed(model(Takes.MESSAGES), replace(request_of([]), chat=chat), 0).ask())
+    assert not engine.asked
+
+
+@pytest.mark.parametrize(("seed", "sent"), [(5, 7), ((1 << 63) - 1, 1), ((1 << 64) - 1, 1)])
+def test_seeds_of_a_chats_answers_fit_their_field(seed: int, sent: int) -> None:
+    chat = f'{{"messages": [], "seed": {seed}, "draft_model": "/x"}}'
+    ask = asyncio.run(_Passed(model(Takes.MESSAGES), replace(request_of([]), chat=chat), 2).ask())
+    assert ask.prompt == {"messages": [], "seed": sent}
