@@ -1,8 +1,9 @@
-"""Images reach a model that takes them, through another machine and in the shape of each API, and a model that takes none refuses them."""
+"""Images reach a model that takes them, through another machine and in the shape of each API, but no address of one. A model that takes none refuses them."""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from paceline.store.home import Home
 HIDDEN = 576
 SEES, BLIND = "sees", "blind"
 IMAGE = base64.b64encode(png(255, 0, 0)).decode()
+ADDRESS = "http://127.0.0.1:1/x.png"
 TEXT = "Which colour is this?"
 
 
@@ -73,6 +75,13 @@ def test_an_image_reaches_a_model_that_takes_it_and_no_other(door: str, api: str
         assert answer.status_code == 200, answer.text
         counted.append(prompt_tokens(answer.json()))
     assert counted[1] - counted[0] >= N_TOKENS
+    path, body = asked(api, SEES, IMAGE)
+    source = {"type": "url", "url": ADDRESS} if api == "anthropic" else {}
+    by_address = json.dumps(body).replace(f"data:image/png;base64,{IMAGE}", ADDRESS).replace(IMAGE, ADDRESS)
+    body = json.loads(by_address, object_hook=lambda found: source if source and found.get("type") == "base64" else found)
+    fetched = httpx.post(door + path, json=body, timeout=120)
+    assert fetched.status_code == 400, fetched.text
+    assert "image" in fetched.text
     path, body = asked(api, BLIND, IMAGE)
     refused = httpx.post(door + path, json=body, timeout=120)
     assert refused.status_code == 400

@@ -249,7 +249,7 @@ def test_an_answer_that_names_another_model_is_gone(adapter: type[Adapter]) -> N
         return said({"data": [{"id": MODEL}, {"id": "other"}]}) if asked.path == "/v1/models" else calm(asked)
 
     async def look(url: str) -> None:
-        engine = adapter(Door(url), EnginePatience())
+        engine = adapter(Door(url), EnginePatience(answer_s=1.0 if adapter is OpenAi else 30.0))
         if adapter is OpenAi:
             await engine.models()
         pieces, error = await write(engine, CHAT)
