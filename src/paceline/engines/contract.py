@@ -8,7 +8,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -145,6 +145,9 @@ class Door:
     api_key: str = field(default="", repr=False)
     socket: Path | None = None
     """Unix socket to connect to instead of the URL's host and port."""
+    is_held: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
+    """Says whether the engine still listens there, for an engine at a port that this node started. Blocks for milliseconds, from any thread. It is asked after
+    connecting and before anything is sent."""
 
 
 class ForeignEngine(Protocol):

@@ -133,6 +133,11 @@ class WatchedEngine:
         return door.url if door.socket is None else str(door.socket)
 
     @property
+    def is_own(self) -> bool:
+        """This node started the engine."""
+        return self._revive is not None
+
+    @property
     def offered(self) -> list[Offered]:
         """Models that requests may be sent to."""
         return [] if self.trouble else [one for one in self._known.values() if one.test is None]
@@ -308,8 +313,8 @@ class ForeignEngines:
 
     def __init__(self, home: Home, clock: Clock) -> None:
         self._home, self._clock = home, clock
-        self._engines: dict[str, WatchedEngine] = {}
-        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._engines: dict[WatchedEngine, asyncio.Task[None]] = {}
+        """With the tasks that look at them. Their addresses are no keys: that of an engine that this node started changes."""
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self.mark = new_mark()
@@ -321,7 +326,7 @@ class ForeignEngines:
 
     @property
     def engines(self) -> tuple[WatchedEngine, ...]:
-        return tuple(self._engines.values())
+        return tuple(self._engines)
 
     @property
     def offered(self) -> tuple[Offered, ...]:
@@ -334,8 +339,8 @@ class ForeignEngines:
 
     def states(self) -> list[EngineState]:
         """Return all engines that are shared, those that have never answered last."""
-        never = [state for state in self.silent if state.url not in self._engines]
-        return [*(engine.state for engine in self._engines.values()), *never]
+        urls = {engine.url for engine in self._engines}
+        return [*(engine.state for engine in self._engines), *(state for state in self.silent if state.url not in urls)]
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Have `changed` called on the event loop when a model comes or goes."""
@@ -350,26 +355,24 @@ class ForeignEngines:
         watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive, self.mark)
         await self.remove(watched.url)
         await watched.look()
-        self._engines[watched.url] = watched
-        self._watching[watched.url] = in_background(self._watch(watched), f"looks at {watched.url}")
+        self._engines[watched] = in_background(self._watch(watched), f"looks at {watched.url}")
         self._changed()
         return watched
 
     async def remove(self, url: str) -> bool:
-        """Offer an engine no more. Return whether it was offered."""
-        watched = self._engines.pop(url, None)
+        """Offer an engine no more. Return whether it was offered. Engines that this node started stay: another may be at their old address."""
+        watched = next((each for each in self._engines if each.url == url and not each.is_own), None)
         if watched is None:
             return False
-        await end_tasks(self._watching.pop(url))
+        await end_tasks(self._engines.pop(watched))
         await watched.close()
         self._changed()
         return True
 
     async def close(self) -> None:
         """Close all connections. The engines go on. Idempotent."""
-        await end_tasks(*self._watching.values())
-        self._watching.clear()
-        for watched in self._engines.values():
+        await end_tasks(*self._engines.values())
+        for watched in self._engines:
             await watched.close()
         self._engines.clear()
         self._by_name = {}
@@ -381,8 +384,8 @@ class ForeignEngines:
 
     def _changed(self) -> None:
         by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
-        at_home = {one.model.name for engine in self._engines.values() if not engine.sharing.leaves_network for one in engine.known}
-        for engine in self._engines.values():
+        at_home = {one.model.name for engine in self._engines if not engine.sharing.leaves_network for one in engine.known}
+        for engine in self._engines:
             for one in engine.offered:
                 if not engine.sharing.leaves_network or one.model.name not in at_home:
                     by_name.setdefault(one.model.name, (engine, one))
@@ -396,7 +399,7 @@ class ForeignEngines:
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: an engine that is being tested or is away may come back with it."""
-        return any(one.model.name == model for engine in self._engines.values() for one in engine.known)
+        return any(one.model.name == model for engine in self._engines for one in engine.known)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""
