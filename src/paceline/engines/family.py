@@ -23,7 +23,7 @@ _LOOK_S = 0.01
 
 
 def kill_family(mark: str, guard: int) -> None:
-    """Kill all processes of one start, also those whose parents have ended. Blocks for up to `KILL_S`, mostly for some milliseconds. From any thread.
+    """Kill all processes of one start, orphans too. Blocks for up to `KILL_S`, mostly for some milliseconds. From any thread.
 
     Args:
         mark: the value of `MARK` in the start's environment.
@@ -45,7 +45,7 @@ def _belongs(process: psutil.Process, mark: str, guard: int) -> bool:
     return False
 
 
-class Listener:
+class PortHolder:
     """Says whether an engine listens at its port. Another program that took the port would get the key and the prompts."""
 
     def __init__(self, guard: int, door: Door) -> None:

@@ -1,6 +1,6 @@
 """Folders for the sockets of engines that this node starts: one for each start, which only this user can search.
 
-The node holds a lock on a file in each folder. A folder whose lock is free was left by a node that was killed together with its engine's guard, and is removed
+The node holds a lock on a file in each folder. A folder with a free lock was left by a node that was killed together with its engine's guard, and is removed
 when the next engine starts.
 """
 

@@ -28,7 +28,7 @@ from paceline.core.piped import start_python
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
-from paceline.engines.family import MARK, Listener, kill_family
+from paceline.engines.family import MARK, PortHolder, kill_family
 from paceline.engines.folders import EngineFolder
 from paceline.engines.http import EnginePatience as HttpPatience
 from paceline.engines.http import Http
@@ -45,7 +45,7 @@ READY_S: Final = 3.0
 OUTPUT_SLICE: Final = 1 << 14
 """Bytes of output that are taken at once. Raising it: output that makes the patterns of `engine_log` slow holds up requests for longer."""
 EXIT_LOOK_S: Final = 0.25
-"""Seconds between two looks whether a guard ended whose engine's processes still hold its output. Raising it: they are found later."""
+"""Seconds between two looks whether a guard ended while other processes still hold its output. Raising it: they are found later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class EngineProcess:
         self._listeners: list[Note] = [logger.info]
         self._process: Process | None = None
         self._folder: EngineFolder | None = None
-        """Folder of the start whose processes may still run."""
+        """Folder of the last start, while its processes may still run."""
         self._task: asyncio.Task[None] | None = None
         self._asked_why = ""
         """Why `restart` was called."""
@@ -396,8 +396,8 @@ class EngineProcess:
 
 def _guarded(door: Door, process: Process) -> Door:
     """Return the door at a port for as long as the engine itself listens there."""
-    listener = Listener(process.pid, door)
-    return replace(door, is_held=lambda: process.returncode is None and listener.is_there())
+    holder = PortHolder(process.pid, door)
+    return replace(door, is_held=lambda: process.returncode is None and holder.is_there())
 
 
 async def _ended(process: Process) -> int:
