@@ -89,6 +89,14 @@ def main(mode: str, path: str, layers: str = "-") -> None:
                     time.sleep(600)
             os.wait()  # for the one that left its session, and ended
             serve(path)
+        case ["bare"]:  # it has a process whose environment is empty
+            if os.fork() == 0:
+                os.execve(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], {})
+            serve(path)
+        case ["floods"]:
+            for _ in range(300):
+                os.write(2, b"x" * 9999 + b"\n")
+            serve(path)
 
 
 if __name__ == "__main__":

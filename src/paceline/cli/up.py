@@ -73,12 +73,13 @@ class Ending:
 
     Args:
         drain_s: how long live answers may go on.
+        last: called before the process ends where it stands, from any thread.
     """
 
-    def __init__(self, console: Console, drain_s: float) -> None:
+    def __init__(self, console: Console, drain_s: float, last: Callable[[], None] = lambda: None) -> None:
         self.stop = asyncio.Event()
         """Set once everything is to end."""
-        self._console, self._drain_s = console, drain_s
+        self._console, self._drain_s, self._last = console, drain_s, last
         self._service: ApiService | None = None
         self._models: Models[BuiltNode] | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -98,8 +99,12 @@ class Ending:
     def clients_know(self) -> None:
         """End the process now if a second signal came. Called when every stream has ended."""
         if self._hurried is not None:
-            end_now(self._hurried)
+            self._end_now(self._hurried)
         self._service = None
+
+    def _end_now(self, code: int) -> NoReturn:
+        self._last()
+        end_now(code)
 
     def _on_rank_told(self) -> None:
         if self._draining is None:
@@ -111,7 +116,7 @@ class Ending:
             self._rank_told = False
         elif self._draining is not None:
             if self._service is None or self._hurried is not None:
-                end_now(code)
+                self._end_now(code)
             self._hurried = code
             self._draining.cancel()
             self._stop_within_bound()
@@ -136,7 +141,7 @@ class Ending:
 
     def _stop_within_bound(self) -> None:
         self.stop.set()
-        late = threading.Timer(ORDERLY_S, lambda: end_now(self._hurried or EXIT_OK))
+        late = threading.Timer(ORDERLY_S, lambda: self._end_now(self._hurried or EXIT_OK))
         late.daemon = True
         late.start()
 
@@ -216,11 +221,11 @@ def run_up(
     try:
 
         async def main() -> None:
-            ending = Ending(console, sharing.drain_s)
-            stop = ending.stop
             engines = ForeignEngines(home, clock)
             encoders = LocalEncoders(encoder, engines, encoder_offer)
             children = Children(engines, home, clock, console)
+            ending = Ending(console, sharing.drain_s, children.kill)
+            stop = ending.stop
             async with AsyncExitStack() as stack:
                 stack.callback(encoders.close)
                 stack.push_async_callback(children.stop)

@@ -8,7 +8,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -166,6 +166,9 @@ class Door:
     """Unix socket to connect to instead of the URL's host and port."""
     may_leave: bool = False
     """The host may have an address outside of the home network. False: a connection to one is refused, also if the name meant another address before."""
+    is_held: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
+    """Says whether the engine still listens there, for an engine at a port that this node started. Blocks for milliseconds, from any thread. It is asked after
+    connecting and before anything is sent."""
 
 
 class ForeignEngine(Protocol):

@@ -4,7 +4,7 @@ Laws:
 - The engine runs until standard input ends. The pipe's other end is the node's alone, so it ends however the node ends: stopped, crashed or killed.
 - Then the engine and every process that it started end: SIGTERM, and SIGKILL after GRACE_S seconds. FOLDER, which holds the engine's socket, is removed.
 - The same happens when the engine's own process ends, but FOLDER stays for the next start.
-- Only this process's own descendants are signalled.
+- Only this process's own descendants are signalled. The engine stays in this process's session, so that the node finds it if this process is killed.
 
 Exit code: the engine's own, or 128 + number if a signal ended it.
 """
@@ -44,7 +44,7 @@ def main() -> int:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     try:
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)  # noqa: S603, PLW1509 - one thread
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=tie)  # noqa: S603, PLW1509 - one thread
     except OSError as error:
         print(f"{command[0]} can't be started: {error.strerror or error}", file=sys.stderr, flush=True)  # noqa: T201 - the node reads it
         return 127

@@ -67,6 +67,31 @@ class _HomeResolver(aiohttp.ThreadedResolver):
         return found
 
 
+class _OwnConnector(aiohttp.TCPConnector):
+    """Connects to an engine that this node started, and to nothing else that has its port.
+
+    Looking after the connection was made leaves no gap: if the engine listens then, it listened all the time.
+    """
+
+    def __init__(self, is_held: Callable[[], bool], gone: EngineGone) -> None:
+        super().__init__(limit=0, force_close=True)
+        self._is_held, self._gone = is_held, gone
+
+    async def connect(self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:  # noqa: ASYNC109 - aiohttp calls it so
+        await self._check()
+        connection = await super().connect(req, traces, timeout)
+        try:
+            await self._check()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _check(self) -> None:
+        if not await asyncio.to_thread(self._is_held):
+            raise EngineGone(self._gone.message, self._gone.hint)
+
+
 class Http:
     """Requests to one engine. One event loop uses it."""
 
@@ -87,6 +112,11 @@ class Http:
         self.place = place_of(door)
         """The address in messages."""
         self._session: aiohttp.ClientSession | None = None
+
+    async def move(self, door: Door) -> None:
+        """Send requests to another door from now on. Running ones end."""
+        self.door, self.place = door, place_of(door)
+        await self.close()
 
     def gone(self, what: str, hint: str = "") -> EngineGone:
         """Return an error that says what the engine did."""
@@ -262,6 +292,8 @@ class Http:
         connector: aiohttp.BaseConnector
         if self.door.socket is not None:
             connector = aiohttp.UnixConnector(str(self.door.socket), limit=0, force_close=True)
+        elif self.door.is_held is not None:
+            connector = _OwnConnector(self.door.is_held, self.gone("does not run now", "It is started again; see its log for the cause."))
         else:
             resolver = None if self.door.may_leave else _HomeResolver()
             connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver, use_dns_cache=False)

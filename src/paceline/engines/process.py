@@ -1,30 +1,25 @@
 """An engine that this node starts and owns: loading, out of memory, crashes, and its end.
 
 Laws:
-- The process started here is the only one that is ever signalled, with its descendants. It ends with the node's process, however that ends (`guard`).
+- Only the processes that were started here are ever signalled, with their descendants. They end with the node's process, however that ends (`guard`), and
+  before the next start.
 - A load may take as long as it shows signs of progress, up to `LoadPatience.longest_s`. Signs are output, growing memory and bytes read.
 - Out of memory on a device: the load is retried with fewer layers there, at most `len(loading.SHARES)` times, and each time is announced.
 - A first start that fails ends the matter with its reason. After a crash of an engine that was ready, it is started again after growing pauses.
-- The door stays the same over restarts.
+- Each start has a new door: another program may have taken the port, and knows what it was sent. Nothing is sent to the door of an engine that is down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
-import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
-
-import psutil
 
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
@@ -33,6 +28,8 @@ from paceline.core.piped import start_python
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
+from paceline.engines.family import MARK, PortHolder, kill_family
+from paceline.engines.folders import EngineFolder
 from paceline.engines.http import EnginePatience as HttpPatience
 from paceline.engines.http import Http
 from paceline.engines.loading import LoadPatience, LoadWatch, fewer_layers, signs_of
@@ -44,8 +41,11 @@ MOST_CRASHES: Final = 8
 model that crashes its engine costs its load time more often."""
 READY_S: Final = 3.0
 """Seconds for an engine to say whether it takes requests. Raising it: an engine that hangs while it loads is asked less often."""
-MAX_SOCKET_PATH: Final = 100
-"""Longest path of a Unix socket, in bytes. macOS allows 103, Linux 107."""
+
+OUTPUT_SLICE: Final = 1 << 14
+"""Bytes of output that are taken at once. Raising it: output that makes the patterns of `engine_log` slow holds up requests for longer."""
+EXIT_LOOK_S: Final = 0.25
+"""Seconds between two looks whether a guard ended while other processes still hold its output. Raising it: they are found later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,12 @@ class Launch:
     """How one engine is started."""
 
     identity: EngineIdentity
-    command: Callable[[int | None], Sequence[str]]
-    """Returns the command, from the number of layers on the GPU; None: the engine decides."""
-    door: Door
-    environment: Mapping[str, str] = field(repr=False)
-    """All of its variables."""
-    folder: Path
-    """Folder of this start alone, for the socket. It is removed when the engine ends."""
+    open_door: Callable[[Path], Door]
+    """Returns the door of one start, with a key of its own, from a folder for the socket that this start alone has."""
+    command: Callable[[Door, int | None], Sequence[str]]
+    """Returns the command, from the door and the number of layers on the GPU; None: the engine decides."""
+    environment: Callable[[Door, Path], Mapping[str, str]]
+    """Returns all of its variables, from the door and the folder."""
     ready_path: str = "/health"
     """Answered with 200 once the engine takes requests."""
     n_layers: int = 0
@@ -92,6 +91,8 @@ class EngineExit:
     """Seconds until it is started again; None: it stays down."""
 
 
+OnReady = Callable[[Door], Awaitable[object]]
+"""Takes the door of a start that is ready."""
 Pause = Callable[[float], Awaitable[None]]
 """Waits for a number of seconds."""
 Note = Callable[[str], None]
@@ -121,6 +122,8 @@ class EngineProcess:
         self.launch, self.gpu_layers = launch, launch.gpu_layers
         self.state, self.error = ProcessState.LOADING, None
         self.log: EngineLog | None = None
+        self.on_ready: OnReady | None = None
+        """Called on the event loop at each start once the engine takes requests, before it counts as ready."""
         self.n_restarts = 0
         """Starts after crashes."""
         self._logs, self._clock, self._pause = logs, clock, pause
@@ -129,6 +132,8 @@ class EngineProcess:
         self._changed = asyncio.Event()
         self._listeners: list[Note] = [logger.info]
         self._process: Process | None = None
+        self._folder: EngineFolder | None = None
+        """Folder of the last start, while its processes may still run."""
         self._task: asyncio.Task[None] | None = None
         self._asked_why = ""
         """Why `restart` was called."""
@@ -136,9 +141,8 @@ class EngineProcess:
     error: PacelineError | None
     """Why it stays down."""
 
-    @property
-    def door(self) -> Door:
-        return self.launch.door
+    door: Door
+    """Door of the last start."""
 
     @property
     def identity(self) -> EngineIdentity:
@@ -196,9 +200,15 @@ class EngineProcess:
                 await self._task
             self._task = None
         await self._end()
-        shutil.rmtree(self.launch.folder, ignore_errors=True)
         if self.error is None:
             self._become(ProcessState.STOPPED)
+
+    def kill(self) -> None:
+        """Kill the engine and its guard, for a node that ends its own process next. Blocks for some milliseconds, and 2 s at most. From any thread."""
+        process, folder = self._process, self._folder
+        if process is not None and folder is not None:
+            kill_family(str(folder.path), process.pid)
+            folder.remove()
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
@@ -221,6 +231,8 @@ class EngineProcess:
                 why = await self._load()
                 if why is None:
                     was_ready = True
+                    if self.on_ready is not None:
+                        await self.on_ready(self.door)
                     self._become(ProcessState.READY)
                     self._say(f"{self.identity} is ready")
                     why = await self._crash()
@@ -241,20 +253,25 @@ class EngineProcess:
             self._become(ProcessState.FAILED)
         finally:
             await self._end()
-            shutil.rmtree(self.launch.folder, ignore_errors=True)
 
     async def _spawn(self) -> None:
         launch = self.launch
-        launch.folder.mkdir(mode=0o700, exist_ok=True)
-        if launch.door.socket is not None:
-            launch.door.socket.unlink(missing_ok=True)
-        arguments = ("-m", guard.__name__, str(self._patience.grace_s), str(launch.folder), *launch.command(self.gpu_layers))
         try:
-            self.log = EngineLog(self._logs, launch.identity.name, self._clock.wall(), launch.door.api_key)
-            self._process = await start_python(*arguments, environment=launch.environment)
-        except OSError as error:
-            raise ConfigError(f"{launch.identity} can't be started: {error.strerror or error}") from error
-        self._reader = asyncio.create_task(_copy(self._process, self.log))
+            self._folder = EngineFolder()
+            folder = self._folder.path
+            door = launch.open_door(folder)
+            arguments = ("-m", guard.__name__, str(self._patience.grace_s), str(folder), *launch.command(door, self.gpu_layers))
+            environment = {**launch.environment(door, folder), MARK: str(folder)}
+            process = await start_python(*arguments, environment=environment)
+        except BaseException as error:
+            self._remove_folder()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{launch.identity} can't be started: {error.strerror or error}") from error
+            raise
+        self._process = process
+        self.door = door if door.socket is not None else _guarded(door, process)
+        self.log = EngineLog(self._logs, launch.identity.name, self._clock.wall(), door.api_key)
+        self._reader = asyncio.create_task(_copy(process, self.log))
 
     _reader: asyncio.Task[None]
 
@@ -266,7 +283,7 @@ class EngineProcess:
         watch = LoadWatch(self._patience, self._clock.monotonic())
         while process.returncode is None:
             with suppress(EngineGone):
-                if _listens(process.pid, self.door) and await _takes_requests(self.launch):
+                if await _takes_requests(self.launch, self.door):
                     return None
             why = watch.look(signs_of(process.pid, log.n_bytes), self._clock.monotonic())
             if why is not None:
@@ -277,12 +294,16 @@ class EngineProcess:
     async def _crash(self) -> str:
         """Wait until the process ends. Returns how it ended, in words."""
         assert self._process is not None
-        code = await self._process.wait()
+        code = await _ended(self._process)
+        if code < 0:  # the guard was killed, and ended nothing
+            await self._kill_rest()
         await asyncio.wait([self._reader], timeout=5)  # the last lines say why
         if self._asked_why:
             self._asked_why, why = "", self._asked_why
             return why
         how = f"it was ended by signal {code - 128}" if code > 128 else f"it ended with code {code}"
+        if code < 0:
+            how = f"the process that guards it was ended by signal {-code}"
         if code == 137:
             how += ", which the system does when memory runs out"
         assert self.log is not None
@@ -332,14 +353,15 @@ class EngineProcess:
 
     @property
     def _code(self) -> int:
-        return 0 if self._process is None else self._process.returncode or 0
+        code = 0 if self._process is None else self._process.returncode or 0
+        return code if code >= 0 else 128 - code
 
     def _tell_exit(self, exit_: EngineExit) -> None:
         if self._on_exit is not None:
             self._on_exit(exit_)
 
     async def _end(self) -> None:
-        """End the process, if it runs, and close its log. Idempotent."""
+        """End the process, if it runs, with all that it left, and close its log. Idempotent."""
         process = self._process
         if process is None:
             return
@@ -348,51 +370,62 @@ class EngineProcess:
         process.stdin.close()
         try:
             async with asyncio.timeout(self._patience.grace_s + 10):
-                await process.wait()
-        except TimeoutError:  # the guard hangs: on Linux the engine ends with it
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                await _ended(process)
+        except TimeoutError:  # the guard hangs
+            await self._kill_rest()
+            await _ended(process)
+        await self._kill_rest()
         self._reader.cancel()
         with suppress(asyncio.CancelledError):
             await self._reader
         self.log.close()
 
+    async def _kill_rest(self) -> None:
+        """Kill what is left of a start, and remove its folder. Idempotent."""
+        process, folder = self._process, self._folder
+        if process is not None and folder is not None:
+            await asyncio.to_thread(kill_family, str(folder.path), process.pid)
+            if process.returncode is not None:
+                self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()
+
+
+def _guarded(door: Door, process: Process) -> Door:
+    """Return the door at a port for as long as the engine itself listens there."""
+    holder = PortHolder(process.pid, door)
+    return replace(door, is_held=lambda: process.returncode is None and holder.is_there())
+
+
+async def _ended(process: Process) -> int:
+    """Wait until a process ends, and return its exit code.
+
+    `Process.wait` alone waits until its output is closed as well (https://github.com/python/cpython/issues/119710), which what it left may hold open.
+    """
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait([waiting], timeout=EXIT_LOOK_S)
+    finally:
+        waiting.cancel()
+    return process.returncode
+
 
 async def _copy(process: Process, log: EngineLog) -> None:
     """Copy the output of a process to its log."""
     assert process.stdout is not None
-    while data := await process.stdout.read(1 << 16):
+    while data := await process.stdout.read(OUTPUT_SLICE):
         log.write(data)
+        await asyncio.sleep(0)  # reading what is there already lets nothing else run
 
 
-async def _takes_requests(launch: Launch) -> bool:
+async def _takes_requests(launch: Launch, door: Door) -> bool:
     """Return whether the engine says that it takes requests. Raises EngineGone if it says nothing."""
-    http = Http(launch.door, launch.identity.name, HttpPatience(answer_s=READY_S))
+    http = Http(door, launch.identity.name, HttpPatience(answer_s=READY_S))
     try:
         return (await http.ask("GET", launch.ready_path)).status == 200
     finally:
         await http.close()
-
-
-def _listens(pid: int, door: Door) -> bool:
-    """Return whether it is a descendant of the guard `pid` that listens at the door. Another program that took the port would get the key."""
-    if door.socket is not None:
-        return door.socket.exists()  # only this user can search its folder
-    port = urlsplit(door.url).port
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections("tcp")):
-                    return True
-    return False
-
-
-def new_folder() -> Path:
-    """Make a folder for the socket of one engine, which only this user can search. Its path is short enough for a socket, if any is."""
-    places = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")  # noqa: S108 - mkdtemp makes a new folder of mode 0700
-    for place in places:
-        if place and len(os.fsencode(place)) < MAX_SOCKET_PATH - 40:
-            with suppress(OSError):
-                return Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
-    return Path(tempfile.mkdtemp(prefix="paceline-"))

@@ -84,9 +84,14 @@ def refusal_of(
     return EngineGone(said, "See its own log for the cause.")
 
 
+def parts_of(key: str) -> tuple[str, ...]:
+    """Return all parts of a key with `KEY_PART` letters, or the whole of a shorter key. A text without them holds no longer part either."""
+    return tuple(key[at : at + KEY_PART] for at in range(max(1, len(key) - KEY_PART + 1))) if key else ()
+
+
 def quoted(message: str, key: str) -> str:
     """Return an engine's words for a message: one line, cut, and none if they hold a part of the key."""
-    if key and any(key[at : at + KEY_PART] in message for at in range(max(1, len(key) - KEY_PART + 1))):
+    if any(part in message for part in parts_of(key)):
         return ""
     words = printable(" ".join(message.split()))
     return words if len(words) <= MAX_WORDS else words[:MAX_WORDS] + "..."

@@ -9,7 +9,7 @@ from paceline.engines.sense import made_sense, shown_identity
 
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
-    from paceline.engines.contract import Door, EngineIdentity, ForeignEngine
+    from paceline.engines.contract import Door, EngineIdentity
     from paceline.engines.patience import EnginePatience
 
 PORTS: Final = {
@@ -35,7 +35,7 @@ def adapters() -> tuple[type[Adapter], ...]:
     return LlamaServer, Ollama, LmStudio, Vllm, MlxServer, OpenAi
 
 
-async def open_engine(door: Door, patience: EnginePatience | None = None, *, name: str = "") -> ForeignEngine:
+async def open_engine(door: Door, patience: EnginePatience | None = None, *, name: str = "") -> Adapter:
     """Find out which engine answers at a door, and return its adapter.
 
     Args:
@@ -52,7 +52,7 @@ async def open_engine(door: Door, patience: EnginePatience | None = None, *, nam
     return engine
 
 
-async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[ForeignEngine, EngineIdentity]:
+async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[Adapter, EngineIdentity]:
     """Return the engine at a door and what it says of itself.
 
     Raises:

@@ -12,15 +12,16 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from paceline.core.encoding import Encoded, EncodeRequest, EncoderModel, Task, joined
-from paceline.core.errors import EngineGone, InvalidRequest, ModelAway, UnknownModel
+from paceline.core.errors import EngineGone, InvalidRequest, ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import ModelFacts
 from paceline.core.model import ModelRef
 from paceline.core.via import outside, through
+from paceline.engines.sense import made_sense
 from paceline.fleet.card import ModelOffer
 from paceline.machine.embedder import Embedder, TextEncoder
 from paceline.machine.foreign.encoding import encode_texts
 from paceline.machine.foreign.engines import ForeignEngines
-from paceline.machine.foreign.model import facts_of
+from paceline.machine.foreign.model import as_clients_see, facts_of
 from paceline.machine.foreign.watched import Offered, WatchedEngine
 
 ENGINE_TEXTS: Final = 32
@@ -114,15 +115,18 @@ class LocalEncoders:
         try:
             await engine.check_same(one.model)
             parts = [
-                await encode_texts(engine.engine, one.model, tuple(texts[at : at + ENGINE_TEXTS]), request.query, via)
+                await made_sense(
+                    engine.url, encode_texts(engine.engine, one.model, tuple(texts[at : at + ENGINE_TEXTS]), request.query, via)
+                )
                 for at in range(0, len(texts), ENGINE_TEXTS)
             ]
             if len({part.values.shape[1:] for part in parts}) > 1:
                 raise EngineGone(f"{engine.identity} changed the length of its vectors during an answer")
             return joined(parts)
-        except EngineGone as error:
-            engine.failed(one, error)
-            raise
+        except PacelineError as error:
+            if isinstance(error, EngineGone):
+                engine.failed(one, error)
+            raise as_clients_see(error, engine.engine.door, one.model) from error
         finally:
             one.live -= 1
 

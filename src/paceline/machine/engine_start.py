@@ -21,9 +21,10 @@ from paceline.engines.choice import Asked, EngineChoice, ModelTraits, choose
 from paceline.engines.commands import EngineOptions, command_of, variables_of
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.environment import engine_environment
+from paceline.engines.folders import MAX_SOCKET_PATH
 from paceline.engines.installed import Gpu, Installed, Kind, find_installed
 from paceline.engines.loading import LoadPatience
-from paceline.engines.process import MAX_SOCKET_PATH, EngineExit, EngineProcess, Launch, new_folder
+from paceline.engines.process import EngineExit, EngineProcess, Launch
 from paceline.machine.devices import gpu_of_own_kernels, gpus_here, usable_cores
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model, resolve
 from paceline.store.gguf_file import read_parts
@@ -140,12 +141,13 @@ async def start_child(
     engine = decision.choice.engine
     assert engine is not None, "own kernels run this model"
     facts = decision.gguf or GgufFacts()
-    folder = new_folder()
-    key, socket = secrets.token_urlsafe(32), folder / "engine.sock"
-    if engine.takes_socket and len(os.fsencode(socket)) <= MAX_SOCKET_PATH:
-        door = Door("http://127.0.0.1", key, socket)
-    else:
-        door = Door(f"http://127.0.0.1:{find_port('127.0.0.1')}", key)
+
+    def open_door(folder: Path) -> Door:
+        key, socket = secrets.token_urlsafe(32), folder / "engine.sock"
+        if engine.takes_socket and len(os.fsencode(socket)) <= MAX_SOCKET_PATH:
+            return Door("http://127.0.0.1", key, socket)
+        return Door(f"http://127.0.0.1:{find_port('127.0.0.1')}", key)
+
     wanted = EngineOptions(
         decision.location.path,
         decision.location.name,
@@ -159,10 +161,9 @@ async def start_child(
     )
     launch = Launch(
         EngineIdentity(engine.name, engine.version),
-        lambda layers: command_of(engine, wanted, door, layers),
-        door,
-        engine_environment(os.environ, variables_of(engine, key, folder)),
-        folder,
+        open_door,
+        lambda door, layers: command_of(engine, wanted, door, layers),
+        lambda door, folder: engine_environment(os.environ, variables_of(engine, door.api_key, folder)),
         n_layers=facts.n_layers + 1 if engine.gpus and facts.n_layers and engine.kind is Kind.LLAMA else 0,  # the head counts as a layer
         gpu_layers=gpu_layers,
     )

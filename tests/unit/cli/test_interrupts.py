@@ -123,7 +123,7 @@ class Held:
 up.threading = SimpleNamespace(Timer=Held)
 
 async def main():
-    ending = up.Ending(Console(), 0.0)
+    ending = up.Ending(Console(), 0.0, lambda: print("last", flush=True))
     ending.wait_for(SimpleNamespace(is_quiet=True), SimpleNamespace(live=0, drain=lambda: None))
     os.kill(os.getpid(), signal.{first})
     await ending.stop.wait()
@@ -142,3 +142,4 @@ def test_a_second_signal_in_an_orderly_stop_is_what_it_ends_with_where_the_stop_
     program = ENDING.format(first=first, more=more)
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout.endswith("last\n")

@@ -24,9 +24,8 @@ from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.engines.passed_chat import passed_chat
-from paceline.engines.refusals import without_address
 from paceline.engines.sense import nonsense
-from paceline.machine.foreign.model import ForeignModel
+from paceline.machine.foreign.model import ForeignModel, as_clients_see
 from paceline.machine.foreign.rates import Timed
 from paceline.machine.foreign.silence import Silence, always
 
@@ -118,12 +117,7 @@ class ForeignAnswer:
             raise told from error
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return an error as clients see it. The engine's address, and how to start it, are for its owner: they are in the log."""
-        if not isinstance(error, PacelineError):
-            return error
-        if not isinstance(error, EngineGone):
-            return without_address(error, self._engine.door, str(self._model.identity))
-        return EngineGone(f"{self._model.identity} failed while it answered for {self._model.name}", "Try again in a few seconds.")
+        return error if not isinstance(error, PacelineError) else as_clients_see(error, self._engine.door, self._model)
 
     async def aclose(self) -> None:
         """End it at the engine. Idempotent."""

@@ -29,8 +29,8 @@ class ForeignEngines:
 
     def __init__(self, home: Home, clock: Clock) -> None:
         self._home, self._clock = home, clock
-        self._engines: dict[str, WatchedEngine] = {}
-        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._engines: dict[WatchedEngine, asyncio.Task[None]] = {}
+        """With the tasks that look at them. Their addresses are no keys: that of an engine that this node started changes."""
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._encoding: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
@@ -43,7 +43,7 @@ class ForeignEngines:
 
     @property
     def engines(self) -> tuple[WatchedEngine, ...]:
-        return tuple(self._engines.values())
+        return tuple(self._engines)
 
     @property
     def offered(self) -> tuple[Offered, ...]:
@@ -62,8 +62,8 @@ class ForeignEngines:
 
     def states(self) -> list[EngineState]:
         """Return all engines that are shared, those that have never answered last."""
-        never = [state for state in self.silent if state.url not in self._engines]
-        return [*(engine.state for engine in self._engines.values()), *never]
+        urls = {engine.url for engine in self._engines}
+        return [*(engine.state for engine in self._engines), *(state for state in self.silent if state.url not in urls)]
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Have `changed` called on the event loop when a model comes or goes."""
@@ -78,26 +78,24 @@ class ForeignEngines:
         watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive, self.mark)
         await self.remove(watched.url)
         await watched.look()
-        self._engines[watched.url] = watched
-        self._watching[watched.url] = in_background(self._watch(watched), f"looks at {watched.url}")
+        self._engines[watched] = in_background(self._watch(watched), f"looks at {watched.url}")
         self._changed()
         return watched
 
     async def remove(self, url: str) -> bool:
-        """Offer an engine no more. Return whether it was offered."""
-        watched = self._engines.pop(url, None)
+        """Offer an engine no more. Return whether it was offered. Engines that this node started stay: another may be at their old address."""
+        watched = next((each for each in self._engines if each.url == url and not each.is_own), None)
         if watched is None:
             return False
-        await end_tasks(self._watching.pop(url))
+        await end_tasks(self._engines.pop(watched))
         await watched.close()
         self._changed()
         return True
 
     async def close(self) -> None:
         """Close all connections. The engines go on. Idempotent."""
-        await end_tasks(*self._watching.values())
-        self._watching.clear()
-        for watched in self._engines.values():
+        await end_tasks(*self._engines.values())
+        for watched in self._engines:
             await watched.close()
         self._engines.clear()
         self._by_name, self._encoding = {}, {}
@@ -110,8 +108,8 @@ class ForeignEngines:
     def _changed(self) -> None:
         by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         encoding: dict[str, tuple[WatchedEngine, Offered]] = {}
-        at_home = {one.model.name for engine in self._engines.values() if not engine.sharing.leaves_network for one in engine.known}
-        for engine in self._engines.values():
+        at_home = {one.model.name for engine in self._engines if not engine.sharing.leaves_network for one in engine.known}
+        for engine in self._engines:
             for one in engine.offered:
                 if not engine.sharing.leaves_network or one.model.name not in at_home:
                     if one.model.writes:
@@ -128,7 +126,7 @@ class ForeignEngines:
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: an engine that is being tested or is away may come back with it."""
-        return any(one.model.name == model and one.model.writes for engine in self._engines.values() for one in engine.known)
+        return any(one.model.name == model and one.model.writes for engine in self._engines for one in engine.known)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""

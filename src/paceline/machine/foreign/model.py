@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.encoding import Task
-from paceline.core.errors import PacelineError, UnsupportedModel
+from paceline.core.errors import EngineGone, PacelineError, UnsupportedModel
 from paceline.core.inference import ModelFacts, PassedChats, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.core.no_tokenizer import NoTokenizer
-from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import Capability, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.refusals import without_address
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.machine.embedder import encoder_shape
 from paceline.machine.foreign.rates import Rates
@@ -196,6 +197,13 @@ def served(model: ForeignModel) -> ServedModel:
     return ServedModel(
         model.name, model.created, model.context, model.tokenizer or NoTokenizer(), fingerprint_of(model.ref, ""), facts_of(model), chats
     )
+
+
+def as_clients_see(error: PacelineError, door: Door, model: ForeignModel) -> PacelineError:
+    """Return an engine's error for clients. The engine's address, and how to start it, are for its owner: they are in the log."""
+    if isinstance(error, EngineGone):
+        return EngineGone(f"{model.identity} failed while it answered for {model.name}", "Try again in a few seconds.")
+    return without_address(error, door, str(model.identity))
 
 
 def _files(told: EngineModel, home: Home) -> Files | None:

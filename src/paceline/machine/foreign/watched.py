@@ -130,6 +130,11 @@ class WatchedEngine:
         return door.url if door.socket is None else str(door.socket)
 
     @property
+    def is_own(self) -> bool:
+        """This node started the engine."""
+        return self._revive is not None
+
+    @property
     def offered(self) -> list[Offered]:
         """Models that requests may be sent to."""
         return [] if self.trouble else [one for one in self._known.values() if one.test is None]

@@ -335,6 +335,23 @@ async def test_no_engine_answers_an_exact_request(home: Home, gguf: Path) -> Non
     await engines.close()
 
 
+@in_loop
+async def test_an_engine_of_this_node_stays_whatever_is_shared_at_its_old_address(home: Home, bundled_gguf: Path) -> None:
+    async def revive(_: str) -> None:
+        pass
+
+    engines = ForeignEngines(home, FakeClock())
+    own, other = (ScriptedEngine(ANSWER, 3, path=bundled_gguf) for _ in range(2))
+    assert own.door.url == other.door.url
+    await engines.add(own, IDENTITY, Offering(name="own"), revive)
+    await engines.add(other, IDENTITY, Offering(name="other"))
+    assert {model.name for model in engines.models()} == {"own", "other"}
+    assert await engines.remove(own.door.url)
+    assert not await engines.remove(own.door.url)
+    assert [model.name for model in engines.models()] == ["own"]
+    await engines.close()
+
+
 @pytest.mark.parametrize("outside_first", [True, False])
 @in_loop
 async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, gguf: Path, outside_first: bool) -> None:
