@@ -133,7 +133,8 @@ class EngineLog:
         """Take output, in pieces of any size."""
         self.n_bytes += len(data)
         if self._written >= HEAD_BYTES:
-            self._put_late(data)
+            self._put_late(self._rest + data)
+            self._rest = b""
             return
         lines, end, self._rest = (self._rest + data).rpartition(b"\n")
         if len(self._rest) > _MAX_LINE:

@@ -55,12 +55,14 @@ class PortHolder:
 
     def is_there(self) -> bool:
         """Return whether a process below the guard listens now. From any thread."""
-        if self._found is None or not self._listens(self._found):
-            self._found = None
+        found = self._found
+        if found is None or not self._listens(found):
+            found = None
             with suppress(psutil.Error):
                 below = psutil.Process(self._guard).children(recursive=True)
-                self._found = next(filter(self._listens, below), None)
-        return self._found is not None
+                found = next(filter(self._listens, below), None)
+            self._found = found
+        return found is not None
 
     def _listens(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):

@@ -62,9 +62,10 @@ class _LeavesHome(OSError):
 class _HomeResolver(aiohttp.ThreadedResolver):
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
         found = await super().resolve(host, port, family)
-        if not are_at_home(each["host"] for each in found):
+        at_home = [each for each in found if are_at_home([each["host"]])]  # routers give names an address of the internet too
+        if not at_home:
             raise _LeavesHome(f"{host} is outside of the home network")
-        return found
+        return at_home
 
 
 class _OwnConnector(aiohttp.TCPConnector):

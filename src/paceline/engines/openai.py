@@ -46,7 +46,8 @@ class OpenAi(Adapter):
 
     @staticmethod
     def _model(listed: Mapping[str, Any], takes: frozenset[Takes]) -> EngineModel:
-        tasks = listed.get("tasks") or ["chat"]  # Paceline's own field
+        tasks = listed.get("tasks") if listed.get("owned_by") == "paceline" else None  # other servers use the field otherwise
+        tasks = tasks if isinstance(tasks, list) and tasks else ["chat"]
         return EngineModel(
             str(listed["id"]),
             takes if "chat" in tasks else frozenset(),

@@ -41,7 +41,7 @@ NO_SWITCHES: Final = frozenset(
     }
 )
 """Arguments of the function that renders a chat, which engines fill from `chat_template_kwargs` too. They are not switches of a template."""
-_IMAGE: Final = re.compile(r"data:image/([a-z0-9.-]{1,40});base64,", re.IGNORECASE)
+_IMAGE: Final = re.compile(r"data:image/([a-z0-9.-]{1,40})(?:;[a-z0-9.=-]{1,40}){0,4}?;base64,", re.IGNORECASE)
 MAX_QUOTED: Final = 60
 """Maximum characters of an image's address in a message. Raising it: messages fill the screen."""
 SEND_IT: Final = "Send the image itself: data:image/png;base64,..."
@@ -107,7 +107,8 @@ def image_url(url: object) -> str:
     found = _IMAGE.match(url) if isinstance(url, str) else None
     if found is None:
         what = printable(url[:MAX_QUOTED]) if isinstance(url, str) else ""
-        what = f"An image is given as {what!r}, and addresses are not fetched" if what else "An image has no data"
+        why = "only images as base64 are taken" if what.lower().startswith("data:") else "addresses are not fetched"
+        what = f"An image is given as {what!r}, and {why}" if what else "An image has no data"
         raise InvalidRequest(what, SEND_IT, field="messages")
     data = "".join(cast("str", url)[found.end() :].split())
     data += "=" * (-len(data) % 4)

@@ -293,10 +293,11 @@ class EngineProcess:
 
     async def _crash(self) -> str:
         """Wait until the process ends. Returns how it ended, in words."""
-        assert self._process is not None
-        code = await _ended(self._process)
+        process = self._process
+        assert process is not None
+        code = await _ended(process)
         if code < 0:  # the guard was killed, and ended nothing
-            await self._kill_rest()
+            await self._kill_rest(process, self._folder)
         await asyncio.wait([self._reader], timeout=5)  # the last lines say why
         if self._asked_why:
             self._asked_why, why = "", self._asked_why
@@ -362,31 +363,31 @@ class EngineProcess:
 
     async def _end(self) -> None:
         """End the process, if it runs, with all that it left, and close its log. Idempotent."""
-        process = self._process
+        process, folder, reader, log = self._process, self._folder, self._reader, self.log  # a later start may change them meanwhile
         if process is None:
             return
         assert process.stdin is not None
-        assert self.log is not None
+        assert log is not None
         process.stdin.close()
         try:
             async with asyncio.timeout(self._patience.grace_s + 10):
                 await _ended(process)
         except TimeoutError:  # the guard hangs
-            await self._kill_rest()
+            await self._kill_rest(process, folder)
             await _ended(process)
-        await self._kill_rest()
-        self._reader.cancel()
+        await self._kill_rest(process, folder)
+        reader.cancel()
         with suppress(asyncio.CancelledError):
-            await self._reader
-        self.log.close()
+            await reader
+        log.close()
 
-    async def _kill_rest(self) -> None:
+    async def _kill_rest(self, process: Process, folder: EngineFolder | None) -> None:
         """Kill what is left of a start, and remove its folder. Idempotent."""
-        process, folder = self._process, self._folder
-        if process is not None and folder is not None:
+        if folder is not None:
             await asyncio.to_thread(kill_family, str(folder.path), process.pid)
             if process.returncode is not None:
-                self._remove_folder()
+                folder.remove()
+                self._folder = None if self._folder is folder else self._folder
 
     def _remove_folder(self) -> None:
         folder, self._folder = self._folder, None

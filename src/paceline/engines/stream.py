@@ -102,9 +102,9 @@ class Stream:
         """
         while True:
             settled_s = self._settled_s
-            if settled_s is not None and self._loop.time() - settled_s > self._source.patience.figures_s:
-                raise StopAsyncIteration
             if not self._events:
+                if settled_s is not None and self._loop.time() - settled_s > self._source.patience.figures_s:
+                    raise StopAsyncIteration
                 if self._ended and settled_s is not None:
                     raise StopAsyncIteration
                 await self._receive()

@@ -282,10 +282,19 @@ def test_vllm_with_a_pooling_model_is_known_by_its_pages(pages: set[str], takes:
     ],
 )
 def test_another_paceline_says_what_its_models_do(tasks: list[str] | None, writes: bool, can: set[Capability]) -> None:
-    listed = {"id": "m", "max_model_len": 64} | ({} if tasks is None else {"tasks": tasks})
+    listed = {"id": "m", "owned_by": "paceline", "max_model_len": 64} | ({} if tasks is None else {"tasks": tasks})
     with served(lambda asked: said({"data": [listed]}) if asked.path == "/v1/models" else said({}, 400)) as server:
         (model,) = use(OpenAi, server.url, lambda engine: engine.models())
         assert (bool(model.takes), model.capabilities) == (writes, can)
+
+
+@pytest.mark.parametrize("tasks", [["text-generation"], [], 5, {"embeddings": 1}, "rerank"])
+def test_tasks_of_other_servers_mean_nothing(tasks: object) -> None:
+    with served(
+        lambda asked: said({"data": [{"id": "m", "owned_by": "me", "tasks": tasks}]}) if asked.path == "/v1/models" else said({}, 400)
+    ) as server:
+        (model,) = use(OpenAi, server.url, lambda engine: engine.models())
+        assert (bool(model.takes), model.capabilities) == (True, frozenset())
 
 
 def test_vllm_tells_its_load() -> None:

@@ -94,7 +94,7 @@ def test_every_apis_images_become_openais(part: dict[str, Any], url: str) -> Non
 ADDRESSES = (
     *("file:///etc/passwd", "/etc/passwd", "http://169.254.169.254/latest", "HTTPS://example.org/x.png", "gopher://x", "ftp://x/y.png", ""),
     *("data:text/html;base64,AAAA", "data:image/png,AAAA", "data:image/png;base64,", "data:image/png;base64,!!!!", "blob:x", "x" * 500),
-    *("data:image/svg+xml;base64,AAAA", "data:image/png;base64,AAAA\0", "data:image/png;charset=x;base64,AAAA", "data:image/png;base64,A"),
+    *("data:image/svg+xml;base64,AAAA", "data:image/png;base64,AAAA\0", "data:image/png;base64,A"),
 )
 
 

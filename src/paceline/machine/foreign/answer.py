@@ -13,6 +13,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
@@ -82,6 +83,8 @@ class ForeignAnswer:
             raise StopAsyncIteration
         if self._tasks is None:
             await self._checked()
+            if self._over:  # closed meanwhile
+                raise StopAsyncIteration
             self._tasks = [asyncio.create_task(self._write(index)) for index in self._request.indices]
             self._open = len(self._tasks)
             if self._load_s is not None:
@@ -285,6 +288,14 @@ def _known(found: TokenLogprob, size: int) -> TokenLogprob:
     return replace(found, top=tuple(each for each in found.top if 0 <= each[0] < size))
 
 
+def _read_chat(text: str) -> dict[str, Any]:
+    try:
+        given: object = orjson.loads(text)
+    except orjson.JSONDecodeError:  # another machine wrote it
+        given = None
+    return passed_chat(given)
+
+
 class _Passed:
     """One answer to a chat that the engine renders and reads itself."""
 
@@ -302,11 +313,7 @@ class _Passed:
         """
         if Takes.MESSAGES not in self._model.told.takes:
             raise NotServed(f"{self._model.name} runs in {self._model.identity}, which takes no chats as they are")
-        try:
-            given: object = orjson.loads(self._request.chat)
-        except orjson.JSONDecodeError:  # another machine wrote it
-            given = None
-        body = passed_chat(given)
+        body = await asyncio.to_thread(_read_chat, self._request.chat)  # images take long
         if isinstance(seed := body.get("seed"), int):
             body["seed"] = (seed + self._index) % (1 << 63)  # engines take no longer ones
         return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)

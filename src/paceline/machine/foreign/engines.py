@@ -75,9 +75,13 @@ class ForeignEngines:
         Args:
             revive: starts it again if it hangs; None: this node did not start it.
         """
-        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive, self.mark)
+        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive, lambda: self.mark)
         await self.remove(watched.url)
-        await watched.look()
+        try:
+            await watched.look()
+        except BaseException:
+            await watched.close()
+            raise
         self._engines[watched] = in_background(self._watch(watched), f"looks at {watched.url}")
         self._changed()
         return watched

@@ -2,7 +2,8 @@
 
 Law: silence counts only before the first token, and only if each request that waits there is allowed a known time: then it ends once the engine has written
 nothing, to any request, for all these times together. It works on them one after the other at worst. `Rates.silence_s` says what a prompt is allowed.
-An engine may be busy for a program that Paceline does not know, so each request that was ended makes the next one `MORE` times as patient. It may also have
+An engine may be busy for a program that Paceline does not know, so requests that were ended together make the next ones `MORE` times as patient, and each
+that is answered undoes one such step. It may also have
 unloaded the model a moment ago, so it is asked before a request ends.
 """
 
@@ -37,6 +38,7 @@ class Silence:
         """Seconds that each request without a token is allowed; None: not known."""
         self._sign_s = -inf
         self._patience = 1.0
+        self._raised_s = -inf
 
     async def watched(
         self, pieces: AsyncGenerator[AnswerPiece, None], allowed_s: float | None, is_loaded: Callable[[], Awaitable[bool]] = always
@@ -59,6 +61,7 @@ class Silence:
                         return
                     if piece.tokens_read is None:
                         del self._waiting[waits]
+                        self._patience = max(1.0, self._patience / MORE)
                     self._sign_s = loop.time()
                     yield piece
                 async for piece in pieces:
@@ -82,7 +85,8 @@ class Silence:
                 if left_s <= 0 and not await is_loaded():
                     self._waiting[waits] = None
                 elif left_s <= 0 and not coming.done():
-                    self._patience *= MORE
+                    if began_s > self._raised_s:  # once for all that waited together
+                        self._patience, self._raised_s = self._patience * MORE, loop.time()
                     raise EngineGone(f"The engine wrote nothing for {allowed_s:.3g} s", "Restart it if it hangs.")
                 await asyncio.wait((coming,), timeout=max(0.0, min(left_s, MOST_LOOK_S)))
             return coming.result()

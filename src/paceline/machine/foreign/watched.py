@@ -97,7 +97,7 @@ class WatchedEngine:
         clock: Clock,
         changed: Callable[[], None],
         revive: Revive | None = None,
-        mark: str = "",
+        mark: Callable[[], str] = str,
     ) -> None:
         self.engine, self.identity, self.sharing, self._revive = engine, identity, sharing, revive
         self._failed_looks = 0
@@ -111,7 +111,8 @@ class WatchedEngine:
         """Models that need no further attempt: the digest was computed, or can't be."""
         self._is_up = asyncio.Event()
         self._folder: Path | None = None
-        """The engine's working folder, once a relative path was looked for there."""
+        """The engine's working folder, once it was looked for. None: it was not found."""
+        self._has_folder = False
         self.trouble = ""
         """Why the last look failed; empty: it did not."""
         self.busy = Busy()
@@ -168,7 +169,7 @@ class WatchedEngine:
                 if not self.trouble:
                     logger.warning("%s at %s: %s", self.identity, self.url, error)
                 self.trouble = str(error)
-                self._folder = None
+                self._has_folder = False
                 self._is_up.clear()
                 self._failed_looks += 1
                 if self._revive is not None and self._failed_looks == HANGS:
@@ -185,7 +186,7 @@ class WatchedEngine:
             for one in await self._located(shown_models(self.url, told))
             if (one.takes or one.works)
             and (not self.sharing.models or one.name in self.sharing.models)
-            and not leads_back(one.via, self._mark)
+            and not leads_back(one.via, self._mark())
         ]
         if len(wanted) > MOST_MODELS and not self._known:
             logger.warning("%s at %s has %d models, and the first %d are offered", identity, self.url, len(wanted), MOST_MODELS)
@@ -208,7 +209,7 @@ class WatchedEngine:
                 if same is not None and same.model.told.loaded != one.loaded:  # some engines say more about a model that is loaded
                     found[one.name].rates = same.rates
         for name, gone in known.items():
-            if found.get(name) is not gone:
+            if found.get(name) is not gone and gone.test is not asyncio.current_task():  # a test ends by itself
                 await end_tasks(gone.test)
         self._known = found
         if self._learning is None or self._learning.done():
@@ -217,8 +218,9 @@ class WatchedEngine:
     async def _located(self, told: Sequence[EngineModel]) -> list[EngineModel]:
         """Return models with the paths that the engine means: relative ones lie in its own working folder. Paths that mean nothing here are left out."""
         is_relative = any(one.path is not None and not one.path.is_absolute() for one in told)
-        if is_relative and self.sharing.is_here and self._folder is None:
+        if is_relative and self.sharing.is_here and not self._has_folder:
             port = urlsplit(self.engine.door.url).port
+            self._has_folder = True
             self._folder = None if port is None else await asyncio.to_thread(working_folder, port)
         folder = self._folder
 
@@ -324,6 +326,8 @@ class WatchedEngine:
         while True:
             await self.look()
             await self._is_up.wait()
+            if self._known.get(offered.model.told.name) is not offered:
+                return  # the engine has another model by that name now, or none
             if not offered.model.told.loaded:
                 break  # a test would make the engine load it, which only a request may
             await asyncio.sleep(backoff.fail(self._clock.monotonic()))

@@ -272,6 +272,26 @@ async def test_a_name_that_means_another_model_now_is_not_answered_with(home: Ho
 
 
 @in_loop
+async def test_a_test_of_a_model_that_the_engine_swapped_ends_and_the_new_one_is_offered(home: Home, gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3, path=gguf, breaks=1)
+    watched = await engines.add(engine, IDENTITY, Offering())
+    name = engines.models()[0].name
+    stream = engines.generate(name, request())
+    await anext(stream)
+    engine.told = (replace(engine.told[0], path=None, quantisation="Q8_0"),)  # it fails, and has another model by the name from then on
+    with pytest.raises(EngineGone):
+        await anext(stream)
+    engine.breaks = None
+    async with asyncio.timeout(30):
+        while not engines.offered:  # noqa: ASYNC110 - the test of the old model ends meanwhile
+            await asyncio.sleep(0)
+        await watched.look()
+    assert engines.offered[0].model.told.quantisation == "Q8_0"
+    await engines.close()
+
+
+@in_loop
 async def test_only_models_that_a_person_named_are_offered(home: Home) -> None:
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3)
